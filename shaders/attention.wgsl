@@ -1,0 +1,306 @@
+// Attention over work items: O = softmax(f(scale · Q·Kᵀ)) · V in one pass over the keys (online softmax, FlashAttention).
+//
+// A *packed row* is one query token with one of the `group` query heads that share a KV head: row = token · group + member,
+// so K and V are read once for the whole group. An *item* is up to TILE_Q packed rows of one sequence against a range of keys.
+//
+// One workgroup does item `workgroup_id.x` for KV head `workgroup_id.y`. A team of TEAM neighbouring lanes owns 4 rows:
+// every vec4 of scores, weights and sums holds those 4 rows, a lane has 4·KEY_VECS keys of a step and 4·V_VECS value dims.
+//
+//   for each TILE_K keys:
+//     S = scale · Q·Kᵀ          DIM_STEP dims of Q and K at a time, transposed in `stage`; outer products in registers
+//     S → softcap → bias → ALiBi → mask
+//     m' = max(m, max S),  P = exp(S − m'),  l = l·exp(m − m') + Σ P,  O = O·exp(m − m')
+//     O += P·V                  KEY_STEP keys of V at a time in `stage`, P through `weights`
+//
+// What the rows are and where results go is in docs of `ops/attention.rs`; the order of the score and every edge case is there too.
+
+import package::parts::exp::exp_below;
+import package::parts::tanh::tanh4;
+import package::parts::reduce::team_max;
+import package::parts::reduce::team_sum;
+@binding(4) import package::parts::load_f32 as q;
+@binding(5) import package::parts::load_f32 as k;
+@binding(6) import package::parts::load_f32 as v;
+import package::parts::bias_none::bias_at;
+import package::parts::mask_none::mask_at;
+import package::parts::dest_out::put;
+
+const WORKGROUP: u32 = 128u; // lanes
+const TEAM: u32 = 8u;        // lanes that share 4 rows
+const KEY_VECS: u32 = 1u;    // vec4s of keys a lane scores in a step
+const V_VECS: u32 = 4u;      // vec4s of value dims a lane accumulates; v_dim ≤ 4·V_VECS·TEAM
+const DIM_STEP: u32 = 8u;    // dims of Q and K staged at a time, a multiple of 4
+const KEY_STEP: u32 = 8u;    // keys of V staged at a time, a divisor of TILE_K
+
+const TEAMS: u32 = WORKGROUP / TEAM;
+const TILE_Q: u32 = 4u * TEAMS;
+const KEYS: u32 = 4u * KEY_VECS;
+const TILE_K: u32 = KEYS * TEAM;
+const V_COLUMNS: u32 = V_VECS * TEAM;
+// A staged dim: TEAMS vec4s of rows, then TILE_K / 4 vec4s of keys. The odd vec4 spreads a transposed store over banks.
+const STAGE_PITCH: u32 = TEAMS + TILE_K / 4u + 1u;
+const STAGE: u32 = max(DIM_STEP * STAGE_PITCH, KEY_STEP * V_COLUMNS);
+const WEIGHTS_PITCH: u32 = TEAMS + 1u;
+
+const FLT_MAX: f32 = 3.4028234663852886e38;
+const UNSEEN: f32 = -1.0; // in `weights`: this row does not see this key
+
+const LEFT_UNLIMITED: u32 = 1u;
+const RIGHT_UNLIMITED: u32 = 2u;
+const ALIBI: u32 = 4u;
+
+// Fixed by the descriptor.
+struct Params {
+    scale: f32,
+    softcap: f32, // 0: none
+    left: i32,    // keys p − left … p + right are visible; causal is right = 0
+    right: i32,
+    flags: u32,
+    group: u32,
+    qk_dim: u32,
+    v_dim: u32,
+}
+
+// Distances in elements between neighbours; fixed by the schedule.
+struct Strides {
+    q_seq: u32,
+    q_head: u32,
+    k_seq: u32,
+    k_head: u32,
+    v_seq: u32,
+    v_head: u32,
+    out_seq: u32,
+    out_head: u32,
+    lse_head: u32,
+    bias_head: u32,
+    bias_row: u32,
+    bias_key: u32,
+    mask_head: u32,
+    mask_row: u32,
+    mask_key: u32,
+    kv_heads: u32,
+}
+
+// Offsets in elements of the sequence's first token (keys: key 0).
+struct Item {
+    q: u32,
+    k: u32,
+    v: u32,
+    out: u32,
+    lse: u32,
+    bias: u32,
+    mask: u32,
+    row_begin: u32,
+    row_count: u32,
+    kv_begin: u32,
+    kv_end: u32,
+    q_pos: i32, // position of token 0 among the keys
+    slot: u32,  // split items: first partial state
+    pad_a: u32,
+    pad_b: u32,
+    pad_c: u32,
+}
+
+@group(0) @binding(0) var<uniform> params: Params;
+@group(0) @binding(1) var<uniform> strides: Strides;
+@group(0) @binding(2) var<uniform> heads: array<vec4<f32>, 1024>; // two heads each: slope, sink, slope, sink
+@group(0) @binding(3) var<storage, read> items: array<Item>;
+
+var<workgroup> stage: array<vec4<f32>, STAGE>;
+var<workgroup> weights: array<vec4<f32>, TILE_K * WEIGHTS_PITCH>;
+var<workgroup> row_offsets: array<vec4<u32>, TEAMS>; // of Q's rows, in elements
+
+fn slope_of(head: u32) -> f32 {
+    let pair = heads[head / 2u];
+    return select(pair.x, pair.z, (head & 1u) == 1u);
+}
+
+// Loads DIM_STEP dims from `dim` on of all rows of the tile and of TILE_K keys from `key` on, in 4×4 blocks, transposed.
+// Keys past the end repeat the last one: they are masked, and nothing outside the sequence is read.
+fn stage_q_and_k(item: Item, kv_head: u32, key: u32, dim: u32, lane: u32) {
+    let columns = DIM_STEP / 4u;
+    for (var b = lane; b < columns * (TEAMS + TILE_K / 4u); b += WORKGROUP) {
+        let column = b % columns;
+        let four = b / columns;
+        let d = dim + 4u * column;
+        let left = i32(params.qk_dim) - i32(d);
+        var block: mat4x4<f32>;
+        if four < TEAMS {
+            let offset = row_offsets[four] + d;
+            block = mat4x4<f32>(q::load4(offset.x, left), q::load4(offset.y, left), q::load4(offset.z, left), q::load4(offset.w, left));
+        } else {
+            let j = min(vec4<u32>(key + 4u * (four - TEAMS)) + vec4<u32>(0u, 1u, 2u, 3u), vec4<u32>(item.kv_end - 1u));
+            let offset = item.k + kv_head * strides.k_head + j * strides.k_seq + d;
+            block = mat4x4<f32>(k::load4(offset.x, left), k::load4(offset.y, left), k::load4(offset.z, left), k::load4(offset.w, left));
+        }
+        let turned = transpose(block);
+        let at = 4u * column * STAGE_PITCH + four;
+        stage[at] = turned[0];
+        stage[at + STAGE_PITCH] = turned[1];
+        stage[at + 2u * STAGE_PITCH] = turned[2];
+        stage[at + 3u * STAGE_PITCH] = turned[3];
+    }
+}
+
+fn stage_v(item: Item, kv_head: u32, key: u32, lane: u32) {
+    for (var b = lane; b < KEY_STEP * V_COLUMNS; b += WORKGROUP) {
+        let j = min(key + b / V_COLUMNS, item.kv_end - 1u);
+        let d = 4u * (b % V_COLUMNS);
+        stage[b] = v::load4(item.v + kv_head * strides.v_head + j * strides.v_seq + d, i32(params.v_dim) - i32(d));
+    }
+}
+
+@compute @workgroup_size(WORKGROUP)
+fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
+    let item = items[workgroup.x];
+    let kv_head = workgroup.y;
+    let team = lane / TEAM;
+    let member = lane % TEAM;
+
+    // The lane's 4 rows; those past the item's end repeat its last row and are not stored.
+    let last_row = item.row_begin + item.row_count - 1u;
+    let row = min(vec4<u32>(item.row_begin + 4u * team) + vec4<u32>(0u, 1u, 2u, 3u), vec4<u32>(last_row));
+    let token = row / params.group;
+    let head = kv_head * params.group + row % params.group;
+    if member == 0u {
+        row_offsets[team] = item.q + token * strides.q_seq + head * strides.q_head;
+    }
+    let bias_offset = item.bias + token * strides.bias_row + head * strides.bias_head;
+    let mask_offset = item.mask + token * strides.mask_row + head * strides.mask_head;
+
+    // Row r sees keys low[r] … high[r]; all rows of the tile see all_low … all_high, and only steps beyond that look at masks.
+    let left_unlimited = (params.flags & LEFT_UNLIMITED) != 0u;
+    let right_unlimited = (params.flags & RIGHT_UNLIMITED) != 0u;
+    let end = i32(item.kv_end) - 1;
+    let pos = item.q_pos + vec4<i32>(token);
+    let low = select(pos - params.left, vec4<i32>(0), left_unlimited);
+    let high = min(select(pos + params.right, vec4<i32>(end), right_unlimited), vec4<i32>(end));
+    let first_pos = item.q_pos + i32(item.row_begin / params.group);
+    let last_pos = item.q_pos + i32(last_row / params.group);
+    let all_low = select(last_pos - params.left, 0, left_unlimited);
+    let all_high = min(select(first_pos + params.right, end, right_unlimited), end);
+
+    var slope = vec4<f32>();
+    if (params.flags & ALIBI) != 0u {
+        slope = vec4<f32>(slope_of(head.x), slope_of(head.y), slope_of(head.z), slope_of(head.w));
+    }
+
+    var o: array<vec4<f32>, 4u * V_VECS>;
+    for (var i = 0u; i < 4u * V_VECS; i += 1u) {
+        o[i] = vec4<f32>();
+    }
+    var m = vec4<f32>(-FLT_MAX);
+    var l = vec4<f32>();
+
+    for (var key = item.kv_begin; key < item.kv_end; key += TILE_K) {
+        var s: array<vec4<f32>, KEYS>;
+        for (var i = 0u; i < KEYS; i += 1u) {
+            s[i] = vec4<f32>();
+        }
+        for (var dim = 0u; dim < params.qk_dim; dim += DIM_STEP) {
+            workgroupBarrier(); // the last readers of `stage` are done; `row_offsets` is written
+            stage_q_and_k(item, kv_head, key, dim, lane);
+            workgroupBarrier();
+            for (var d = 0u; d < DIM_STEP; d += 1u) {
+                let a = stage[d * STAGE_PITCH + team];
+                for (var i = 0u; i < KEY_VECS; i += 1u) {
+                    let b = stage[d * STAGE_PITCH + TEAMS + i * TEAM + member];
+                    s[4u * i] += a * b.x;
+                    s[4u * i + 1u] += a * b.y;
+                    s[4u * i + 2u] += a * b.z;
+                    s[4u * i + 3u] += a * b.w;
+                }
+            }
+        }
+
+        let edge = BIAS || MASK || i32(key) < all_low || i32(key + TILE_K) - 1 > all_high;
+        var seen: array<vec4<bool>, KEYS>;
+        var step_max = vec4<f32>(-FLT_MAX);
+        for (var i = 0u; i < KEYS; i += 1u) {
+            let j = key + 4u * (i / 4u * TEAM + member) + i % 4u;
+            var x = s[i] * params.scale;
+            if params.softcap > 0.0 {
+                x = params.softcap * tanh4(x / params.softcap);
+            }
+            seen[i] = vec4<bool>(true);
+            if edge {
+                let jj = vec4<i32>(i32(j));
+                seen[i] = (jj >= low) & (jj <= high);
+                // Options are read for the last key again where there is none, and ignored.
+                let known = min(j, item.kv_end - 1u);
+                if BIAS {
+                    let bias = bias_at(bias_offset + known * strides.bias_key);
+                    x += bias;
+                    seen[i] &= bitcast<vec4<u32>>(bias) != vec4<u32>(0xff800000u); // a bias of −∞ is a mask
+                }
+                if MASK {
+                    seen[i] &= mask_at(mask_offset, known * strides.mask_key);
+                }
+            }
+            if (params.flags & ALIBI) != 0u {
+                x -= slope * abs(vec4<f32>(pos - vec4<i32>(i32(j))));
+            }
+            // Visible scores stay finite below: a sum that overflowed counts as the lowest finite one. NaN stays NaN.
+            x = select(x, vec4<f32>(-FLT_MAX), (x < vec4<f32>(-FLT_MAX)) | !seen[i]);
+            s[i] = x;
+            step_max = max(step_max, x);
+        }
+
+        let m_new = max(m, team_max(step_max, lane));
+        let keep = exp_below(m - m_new);
+        m = m_new;
+        l *= keep;
+        for (var i = 0u; i < KEYS; i += 1u) {
+            let p = exp_below(s[i] - m);
+            l += select(vec4<f32>(), p, seen[i]);
+            weights[(4u * (i / 4u * TEAM + member) + i % 4u) * WEIGHTS_PITCH + team] = select(vec4<f32>(UNSEEN), p, seen[i]);
+        }
+        for (var i = 0u; i < 4u * V_VECS; i += 1u) {
+            o[i] *= keep;
+        }
+
+        let step_end = min(key + TILE_K, item.kv_end);
+        for (var first = key; first < step_end; first += KEY_STEP) {
+            workgroupBarrier(); // `stage` is free, `weights` is written
+            stage_v(item, kv_head, first, lane);
+            workgroupBarrier();
+            for (var j = 0u; j < KEY_STEP; j += 1u) {
+                let p = weights[(first - key + j) * WEIGHTS_PITCH + team];
+                if edge {
+                    // 0 · NaN is NaN: what a row does not see is left out, not multiplied by zero.
+                    let use_it = p >= vec4<f32>();
+                    for (var i = 0u; i < V_VECS; i += 1u) {
+                        let x = stage[j * V_COLUMNS + i * TEAM + member];
+                        o[4u * i] += select(vec4<f32>(), p * x.x, use_it);
+                        o[4u * i + 1u] += select(vec4<f32>(), p * x.y, use_it);
+                        o[4u * i + 2u] += select(vec4<f32>(), p * x.z, use_it);
+                        o[4u * i + 3u] += select(vec4<f32>(), p * x.w, use_it);
+                    }
+                } else {
+                    for (var i = 0u; i < V_VECS; i += 1u) {
+                        let x = stage[j * V_COLUMNS + i * TEAM + member];
+                        o[4u * i] += p * x.x;
+                        o[4u * i + 1u] += p * x.y;
+                        o[4u * i + 2u] += p * x.z;
+                        o[4u * i + 3u] += p * x.w;
+                    }
+                }
+            }
+        }
+    }
+
+    l = team_sum(l, lane);
+    let stored = vec4<u32>(item.row_begin + 4u * team) + vec4<u32>(0u, 1u, 2u, 3u) <= vec4<u32>(last_row);
+    let done = finish4(item, kv_head, row, head, m, l, stored & vec4<bool>(member == 0u));
+    for (var i = 0u; i < V_VECS; i += 1u) {
+        let d = 4u * (i * TEAM + member);
+        let left = i32(params.v_dim) - i32(d);
+        if left > 0 {
+            let by_row = transpose(mat4x4<f32>(o[4u * i] * done.factor, o[4u * i + 1u] * done.factor, o[4u * i + 2u] * done.factor, o[4u * i + 3u] * done.factor));
+            if stored.x { put(done.offset.x + d, by_row[0], left); }
+            if stored.y { put(done.offset.y + d, by_row[1], left); }
+            if stored.z { put(done.offset.z + d, by_row[2], left); }
+            if stored.w { put(done.offset.w + d, by_row[3], left); }
+        }
+    }
+}

@@ -1,0 +1,31 @@
+// The last step of a row: its unnormalised output is multiplied by `factor`; −∞ is written as bits.
+// A sink is one more logit in the denominator, with no value. A row with no key (l = 0) gives 0 and −∞, or the sink.
+import package::parts::exp::exp_below;
+
+const MINUS_INFINITY: u32 = 0xff800000u;
+const SINKS: u32 = 8u;
+
+struct Finished {
+    factor: f32,
+    lse: u32,
+}
+
+fn sink_of(head: u32) -> f32 {
+    let pair = heads[head / 2u];
+    return select(pair.y, pair.w, (head & 1u) == 1u);
+}
+
+fn finish(m: f32, l: f32, head: u32) -> Finished {
+    let sink = sink_of(head);
+    let has_sink = (params.flags & SINKS) != 0u && bitcast<u32>(sink) != MINUS_INFINITY;
+    if l == 0.0 {
+        return Finished(0.0, select(MINUS_INFINITY, bitcast<u32>(sink), has_sink));
+    }
+    if has_sink {
+        let top = max(m, sink);
+        let part = exp_below(vec4<f32>(m - top, sink - top, 0.0, 0.0));
+        let total = l * part.x + part.y;
+        return Finished(part.x / total, bitcast<u32>(top + log(total)));
+    }
+    return Finished(1.0 / l, bitcast<u32>(m + log(l)));
+}

@@ -1,0 +1,12 @@
+// f32 where every row starts at a multiple of 4 elements and has a multiple of 4.
+const BINDING: u32 = 0u;
+
+@group(0) @binding(BINDING) var<storage, read> data: array<vec4<f32>>;
+
+// Four elements from element `i` on, the first `count` of which exist; zeros for the others.
+fn load4(i: u32, count: i32) -> vec4<f32> {
+    if count <= 0 {
+        return vec4<f32>();
+    }
+    return data[i / 4u];
+}

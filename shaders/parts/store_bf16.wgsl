@@ -1,0 +1,11 @@
+// bf16 where every row starts at a multiple of 4 elements and has a multiple of 4.
+import package::parts::bf16::bf16_encode;
+
+const BINDING: u32 = 0u;
+
+@group(0) @binding(BINDING) var<storage, read_write> data: array<vec2<u32>>;
+
+// Stores the first `count` of four elements from element `i` on.
+fn store4(i: u32, x: vec4<f32>, count: i32) {
+    data[i / 4u] = vec2<u32>(bf16_encode(x.x) | (bf16_encode(x.y) << 16u), bf16_encode(x.z) | (bf16_encode(x.w) << 16u));
+}

@@ -1,0 +1,4 @@
+//! The operations, one file each.
+
+pub mod attention;
+pub mod merge;

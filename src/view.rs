@@ -1,0 +1,191 @@
+//! How tensors lie in buffers.
+
+use half::{bf16, f16};
+
+/// Element type of a tensor in a buffer. Arithmetic is f32 whatever the storage.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum DType {
+    /// IEEE single precision.
+    #[default]
+    F32,
+    /// IEEE half precision; no device feature is needed.
+    F16,
+    /// bfloat16, the upper 16 bits of an f32.
+    Bf16,
+}
+
+impl DType {
+    /// All of them.
+    pub const ALL: [DType; 3] = [DType::F32, DType::F16, DType::Bf16];
+
+    /// Bytes of one element.
+    pub const fn size(self) -> u64 {
+        match self {
+            DType::F32 => 4,
+            DType::F16 | DType::Bf16 => 2,
+        }
+    }
+
+    /// `f32`, `f16` or `bf16`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            DType::F32 => "f32",
+            DType::F16 => "f16",
+            DType::Bf16 => "bf16",
+        }
+    }
+
+    /// The bytes of `values` in this type, rounded to nearest even, padded with zeros to whole 32-bit words.
+    pub fn encode(self, values: &[f32]) -> Vec<u8> {
+        let mut bytes: Vec<u8> = match self {
+            DType::F32 => bytemuck::cast_slice(values).to_vec(),
+            DType::F16 => values.iter().flat_map(|x| f16::from_f32(*x).to_le_bytes()).collect(),
+            DType::Bf16 => values.iter().flat_map(|x| bf16::from_f32(*x).to_le_bytes()).collect(),
+        };
+        bytes.resize(bytes.len().next_multiple_of(4), 0);
+        bytes
+    }
+
+    /// The first `count` elements in `bytes`; fewer if there are fewer.
+    pub fn decode(self, bytes: &[u8], count: usize) -> Vec<f32> {
+        let half = |c: &[u8]| u16::from_le_bytes([c[0], c[1]]);
+        match self {
+            DType::F32 => {
+                bytes.chunks_exact(4).take(count).map(|c| f32::from_le_bytes([c[0], c[1], c[2], c[3]])).collect()
+            }
+            DType::F16 => bytes.chunks_exact(2).take(count).map(|c| f16::from_bits(half(c)).to_f32()).collect(),
+            DType::Bf16 => bytes.chunks_exact(2).take(count).map(|c| bf16::from_bits(half(c)).to_f32()).collect(),
+        }
+    }
+
+    /// `value` as this type can hold it.
+    pub fn round(self, value: f32) -> f32 {
+        match self {
+            DType::F32 => value,
+            DType::F16 => f16::from_f32(value).to_f32(),
+            DType::Bf16 => bf16::from_f32(value).to_f32(),
+        }
+    }
+}
+
+impl std::fmt::Display for DType {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// A range of a caller's buffer, from `offset` bytes on; how far it reaches follows from the shapes.
+#[derive(Clone, Copy, Debug)]
+pub struct View<'a> {
+    /// A buffer with usage `STORAGE`.
+    pub buffer: &'a wgpu::Buffer,
+    /// In bytes, a multiple of the device's `min_storage_buffer_offset_alignment` (256 by default).
+    /// Finer offsets go into [`Layout::offset`].
+    pub offset: u64,
+}
+
+impl<'a> From<&'a wgpu::Buffer> for View<'a> {
+    fn from(buffer: &'a wgpu::Buffer) -> Self {
+        View { buffer, offset: 0 }
+    }
+}
+
+/// Distances between neighbours in elements, of a tensor of rows of heads: element (b, s, h, d) lies at
+/// `offset + b·batch + s·seq + h·head + d`. The last dimension is contiguous.
+///
+/// Interleaved K and V in one buffer are two layouts with the same strides and different offsets.
+///
+/// ```
+/// use wgpu_attention::Layout;
+/// // [batch, 128, 8, 64] and [batch, 8, 128, 64]
+/// assert_eq!(Layout::bshd(128, 8, 64), Layout { offset: 0, batch: 128 * 8 * 64, seq: 8 * 64, head: 64 });
+/// assert_eq!(Layout::bhsd(128, 8, 64), Layout { offset: 0, batch: 128 * 8 * 64, seq: 64, head: 128 * 64 });
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Layout {
+    /// Of the first element.
+    pub offset: u64,
+    /// From a sequence to the next. Ragged tensors have no such dimension and ignore it.
+    pub batch: u64,
+    /// From a token to the next.
+    pub seq: u64,
+    /// From a head to the next.
+    pub head: u64,
+}
+
+impl Layout {
+    /// Contiguous `[batch, len, heads, dim]`, and with any `len` the ragged `[total, heads, dim]`.
+    pub const fn bshd(len: u32, heads: u32, dim: u32) -> Self {
+        let (len, heads, dim) = (len as u64, heads as u64, dim as u64);
+        Layout { offset: 0, batch: len * heads * dim, seq: heads * dim, head: dim }
+    }
+
+    /// Contiguous `[batch, heads, len, dim]`.
+    pub const fn bhsd(len: u32, heads: u32, dim: u32) -> Self {
+        let (len, heads, dim) = (len as u64, heads as u64, dim as u64);
+        Layout { offset: 0, batch: len * heads * dim, seq: dim, head: len * dim }
+    }
+
+    /// Whether rows can be read four elements at a time.
+    pub(crate) fn by_fours(&self, dim: u32) -> bool {
+        [self.offset, self.batch, self.seq, self.head, dim as u64].iter().all(|x| x.is_multiple_of(4))
+    }
+}
+
+/// Distances between neighbours of a bias or mask over scores `[batch, head, row, key]`; 0 where a dimension is broadcast.
+/// In elements; for bit masks in 32-bit words, except `key`, which is 1 or 0.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct ScoreLayout {
+    /// Of the first element.
+    pub offset: u64,
+    /// From a sequence to the next.
+    pub batch: u64,
+    /// From a query head to the next.
+    pub head: u64,
+    /// From a query row to the next.
+    pub row: u64,
+    /// From a key to the next.
+    pub key: u64,
+}
+
+impl ScoreLayout {
+    /// A contiguous tensor of `shape` (one to four dimensions, each 1 or that of the scores) aligned at the right, as in
+    /// NumPy, against scores `[batch, heads, q_len, kv_len]`; `None` if it does not broadcast.
+    ///
+    /// ```
+    /// use wgpu_attention::ScoreLayout;
+    /// let layout = ScoreLayout::broadcast(&[8, 1, 100], [2, 8, 50, 100]).unwrap();
+    /// assert_eq!(layout, ScoreLayout { offset: 0, batch: 0, head: 100, row: 0, key: 1 });
+    /// assert_eq!(ScoreLayout::broadcast(&[3, 100], [2, 8, 50, 100]), None);
+    /// ```
+    pub fn broadcast(shape: &[u32], scores: [u32; 4]) -> Option<Self> {
+        Self::strides(shape, scores, u64::from)
+    }
+
+    /// The same for a bit mask, whose rows of keys start at whole words.
+    pub fn broadcast_bits(shape: &[u32], scores: [u32; 4]) -> Option<Self> {
+        Self::strides(shape, scores, |keys| u64::from(keys.div_ceil(32)))
+    }
+
+    fn strides(shape: &[u32], scores: [u32; 4], row_len: impl Fn(u32) -> u64) -> Option<Self> {
+        if shape.len() > 4 {
+            return None;
+        }
+        let mut full = [1; 4];
+        full[4 - shape.len()..].copy_from_slice(shape);
+        if full.iter().zip(scores).any(|(have, want)| *have != 1 && *have != want) {
+            return None;
+        }
+        let stride = |dim: usize, distance: u64| if full[dim] == 1 { 0 } else { distance };
+        let row = row_len(full[3]);
+        let head = row * u64::from(full[2]);
+        let batch = head * u64::from(full[1]);
+        Some(ScoreLayout {
+            offset: 0,
+            batch: stride(0, batch),
+            head: stride(1, head),
+            row: stride(2, row),
+            key: stride(3, 1),
+        })
+    }
+}
