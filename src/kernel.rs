@@ -23,11 +23,20 @@ pub struct Variant<D: 'static> {
     pub values: &'static [(&'static str, u32)],
     /// Whether it serves this descriptor.
     pub suits: fn(&D) -> bool,
+    /// Rows with a lower rank are tried first; among equals the order of the table decides.
+    pub rank: fn(&Caps) -> u32,
 }
 
 impl<D> Clone for Variant<D> {
     fn clone(&self) -> Self {
-        Variant { name: self.name, needs: self.needs, swaps: self.swaps, values: self.values, suits: self.suits }
+        Variant {
+            name: self.name,
+            needs: self.needs,
+            swaps: self.swaps,
+            values: self.values,
+            suits: self.suits,
+            rank: self.rank,
+        }
     }
 }
 

@@ -56,8 +56,13 @@ files!(
     "parts/store_f32",
     "parts/store_f32_scalar",
     "parts/tanh",
+    "parts/tile64",
+    "parts/unfused",
     "probe",
     "probe_subgroup",
+    "unfused_output",
+    "unfused_scores",
+    "unfused_softmax",
 );
 
 /// Who compiles the text.

@@ -1,5 +1,5 @@
 // bf16 where every row starts at a multiple of 4 elements and has a multiple of 4.
-import package::parts::bf16::bf16_encode;
+import package::parts::bf16::bf16_encode2;
 
 const BINDING: u32 = 0u;
 
@@ -7,5 +7,5 @@ const BINDING: u32 = 0u;
 
 // Stores the first `count` of four elements from element `i` on.
 fn store4(i: u32, x: vec4<f32>, count: i32) {
-    data[i / 4u] = vec2<u32>(bf16_encode(x.x) | (bf16_encode(x.y) << 16u), bf16_encode(x.z) | (bf16_encode(x.w) << 16u));
+    data[i / 4u] = vec2<u32>(bf16_encode2(x.xy), bf16_encode2(x.zw));
 }

@@ -1,5 +1,5 @@
 // f16 where every row starts at a multiple of 4 elements and has a multiple of 4.
-import package::parts::f16::f16_encode;
+import package::parts::f16::f16_encode2;
 
 const BINDING: u32 = 0u;
 
@@ -7,5 +7,5 @@ const BINDING: u32 = 0u;
 
 // Stores the first `count` of four elements from element `i` on.
 fn store4(i: u32, x: vec4<f32>, count: i32) {
-    data[i / 4u] = vec2<u32>(f16_encode(x.x) | (f16_encode(x.y) << 16u), f16_encode(x.z) | (f16_encode(x.w) << 16u));
+    data[i / 4u] = vec2<u32>(f16_encode2(x.xy), f16_encode2(x.zw));
 }

@@ -1,6 +1,6 @@
 // f16 at any offset. The other half of a word may belong to another invocation, or to no one here: each half is cleared
 // and set by atomics that touch nothing else. Twin of store_f16.wgsl.
-import package::parts::f16::f16_encode;
+import package::parts::f16::f16_encode2;
 
 const BINDING: u32 = 0u;
 
@@ -9,7 +9,7 @@ const BINDING: u32 = 0u;
 fn store1(i: u32, x: f32) {
     let shift = 16u * (i & 1u);
     atomicAnd(&data[i / 2u], 0xffff0000u >> shift);
-    atomicOr(&data[i / 2u], f16_encode(x) << shift);
+    atomicOr(&data[i / 2u], f16_encode2(vec2<f32>(x, 0.0)) << shift);
 }
 
 // Stores the first `count` of four elements from element `i` on.

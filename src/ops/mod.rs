@@ -2,3 +2,5 @@
 
 pub mod attention;
 pub mod merge;
+#[doc(hidden)]
+pub mod unfused;

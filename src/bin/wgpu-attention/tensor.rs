@@ -121,31 +121,87 @@ pub fn read(spec: &str) -> Result<Tensor> {
     })
 }
 
-/// Writes the tensor to the place that `spec` names, completely or not at all. A tensor in an
-/// existing `.safetensors` file is added or replaced; the others and the metadata stay.
-///
-/// `file_type` is f32, f16 or bf16. NumPy has no bf16: in `.npy` the rounded values are kept as f32.
-pub fn write(spec: &str, shape: &[usize], data: &[f32], file_type: FileType) -> Result<()> {
-    let write = || {
-        let count = byte_count(shape, 1)?;
-        ensure!(
-            count == data.len() as u64,
-            "the shape {shape:?} has {count} elements, but there are {} values",
-            data.len()
-        );
-        ensure!(
-            matches!(file_type, FileType::F32 | FileType::F16 | FileType::BF16),
-            "expected f32, f16 or bf16 as the type to write, not {file_type}"
-        );
-        match Place::parse(spec)? {
-            Place::Npy(path) => write_npy(&path, shape, data, file_type),
-            Place::Safetensors(path, Some(name)) => {
-                write_safetensors(&path, &name, shape, data, file_type)
+/// A tensor to write: `file_type` is f32, f16 or bf16. NumPy has no bf16: in `.npy` the rounded values are kept as f32.
+#[derive(Clone, Copy)]
+pub struct Output<'a> {
+    pub spec: &'a str,
+    pub shape: &'a [usize],
+    pub data: &'a [f32],
+    pub file_type: FileType,
+}
+
+/// Writes all tensors completely, or none. A tensor in an existing `.safetensors` file is added or replaced; the others
+/// and the metadata stay.
+pub fn write_all(outputs: &[Output]) -> Result<()> {
+    let mut files = Vec::new();
+    let mut named = Vec::<(PathBuf, Vec<(String, Output)>)>::new();
+    for output in outputs {
+        let prepare = || {
+            let count = byte_count(output.shape, 1)?;
+            ensure!(
+                count == output.data.len() as u64,
+                "the shape {:?} has {count} elements, but there are {} values",
+                output.shape,
+                output.data.len()
+            );
+            ensure!(
+                matches!(output.file_type, FileType::F32 | FileType::F16 | FileType::BF16),
+                "expected f32, f16 or bf16 as the type to write, not {}",
+                output.file_type
+            );
+            place_to_write(output.spec)
+        };
+        let place = prepare().map_err(|e| cannot_write(output, e))?;
+        let taken = || cannot_write(output, anyhow!("another result has the same place; choose another one"));
+        match place {
+            Place::Npy(path) => {
+                let file = write_npy(&path, output).map_err(|e| cannot_write(output, e))?;
+                ensure!(files.iter().all(|other: &NewFile| other.path != file.path), taken());
+                files.push(file);
             }
-            Place::Safetensors(_, None) => bail!("add a name for the tensor, like {spec}:out"),
+            Place::Safetensors(path, name) => {
+                let name = name.unwrap_or_default();
+                match named.iter_mut().find(|(other, _)| *other == path) {
+                    Some((_, tensors)) => {
+                        ensure!(tensors.iter().all(|(other, _)| *other != name), taken());
+                        tensors.push((name, *output));
+                    }
+                    None => named.push((path, vec![(name, *output)])),
+                }
+            }
+        }
+    }
+    for (path, tensors) in &named {
+        files.push(write_safetensors(path, tensors).map_err(|e| cannot_write(&tensors[0].1, e))?);
+    }
+    files.into_iter().try_for_each(|file| {
+        let path = file.path.display().to_string();
+        file.put().map_err(|e| anyhow!("cannot write {path}: {e:#}"))
+    })
+}
+
+fn cannot_write(output: &Output, error: anyhow::Error) -> anyhow::Error {
+    anyhow!("cannot write {}: {error:#}", output.spec)
+}
+
+/// What [`write_all`] would refuse, known before there is anything to write.
+pub fn check_place(spec: &str) -> Result<()> {
+    let check = || match place_to_write(spec)? {
+        Place::Npy(path) | Place::Safetensors(path, _) => {
+            let (_, folder, _) = file_to_replace(&path)?;
+            tempfile::tempfile_in(&folder).with_context(|| no_file_in(&folder)).map(|_| ())
         }
     };
-    write().map_err(|e| anyhow!("cannot write {spec}: {e:#}"))
+    check().map_err(|e| anyhow!("cannot write {spec}: {e:#}"))
+}
+
+fn place_to_write(spec: &str) -> Result<Place> {
+    let place = Place::parse(spec)?;
+    if let Place::Safetensors(_, name) = &place {
+        let name = name.as_deref().with_context(|| format!("add a name for the tensor, like {spec}:out"))?;
+        ensure!(name != "__metadata__", "this name has a meaning in the format; choose another one");
+    }
+    Ok(place)
 }
 
 enum Place {
@@ -643,7 +699,8 @@ fn read_safetensors(path: &Path, name: Option<&str>) -> Result<Content> {
     Ok((info.shape, file_type, data))
 }
 
-fn write_npy(path: &Path, shape: &[usize], data: &[f32], file_type: FileType) -> Result<()> {
+fn write_npy(path: &Path, output: &Output) -> Result<NewFile> {
+    let Output { shape, data, file_type, .. } = *output;
     let rounded = |x: &f32| bf16::from_f32(*x).to_f32();
     let (descr, file_type, data) = match file_type {
         FileType::BF16 => ("<f4", FileType::F32, data.iter().map(rounded).collect()),
@@ -666,7 +723,7 @@ fn write_npy(path: &Path, shape: &[usize], data: &[f32], file_type: FileType) ->
     header.push('\n');
     let header_length = u16::try_from(header.len()).context("the shape has too many axes")?;
 
-    replace_file(path, |out| {
+    NewFile::write(path, |out| {
         out.write_all(b"\x93NUMPY\x01\x00")?;
         out.write_all(&header_length.to_le_bytes())?;
         out.write_all(header.as_bytes())?;
@@ -674,39 +731,23 @@ fn write_npy(path: &Path, shape: &[usize], data: &[f32], file_type: FileType) ->
     })
 }
 
-fn write_safetensors(
-    path: &Path,
-    name: &str,
-    shape: &[usize],
-    data: &[f32],
-    file_type: FileType,
-) -> Result<()> {
-    ensure!(
-        name != "__metadata__",
-        "this name has a meaning in the format; choose another one"
-    );
-    let dtype = match file_type {
-        FileType::F16 => Dtype::F16,
-        FileType::BF16 => Dtype::BF16,
-        _ => Dtype::F32,
-    };
-    let data_offsets = (0, data.len() * file_type.size());
-    let new = TensorInfo {
-        dtype,
-        shape: shape.to_vec(),
-        data_offsets,
-    };
-
-    let mut tensors = vec![(name.to_owned(), new)];
+fn write_safetensors(path: &Path, new: &[(String, Output)]) -> Result<NewFile> {
+    let find = |name: &str| new.iter().find(|(other, _)| other == name).map(|(_, output)| output);
+    let mut tensors = Vec::new();
+    for (name, output) in new {
+        let dtype = match output.file_type {
+            FileType::F16 => Dtype::F16,
+            FileType::BF16 => Dtype::BF16,
+            _ => Dtype::F32,
+        };
+        let data_offsets = (0, output.data.len() * output.file_type.size());
+        tensors.push((name.clone(), TensorInfo { dtype, shape: output.shape.to_vec(), data_offsets }));
+    }
     let mut old = None;
     let mut old_metadata = None;
     if path.exists() {
         let archive = Archive::open(path).context("the existing file cannot be extended")?;
-        let kept = archive
-            .metadata
-            .tensors()
-            .into_iter()
-            .filter(|(other, _)| other != name);
+        let kept = archive.metadata.tensors().into_iter().filter(|(name, _)| find(name).is_none());
         tensors.extend(kept.map(|(name, info)| (name, info.clone())));
         old_metadata = archive.metadata.metadata().clone();
         old = Some(archive);
@@ -732,22 +773,20 @@ fn write_safetensors(
     let header = serde_json::to_value(metadata)?.to_string();
     let padding = header.len().next_multiple_of(8) - header.len();
 
-    replace_file(path, move |out| {
+    NewFile::write(path, |out| {
         out.write_all(&((header.len() + padding) as u64).to_le_bytes())?;
         out.write_all(header.as_bytes())?;
         out.write_all(&b"       "[..padding])?;
         for (tensor, info) in &tensors {
-            match &mut old {
-                Some(archive) if tensor != name => {
+            match (find(name), &mut old) {
+                (Some(output), _) => encode(out, output.data, output.file_type)?,
+                (None, Some(archive)) => {
                     archive.seek(info)?;
                     let length = byte_length(info) as u64;
                     let copied = io::copy(&mut (&archive.file).take(length), out)?;
-                    ensure!(
-                        copied == length,
-                        "the existing file changed while it was copied"
-                    );
+                    ensure!(copied == length, "the existing file changed while it was copied");
                 }
-                _ => encode(out, data, file_type)?,
+                (None, None) => bail!("the existing file changed while it was copied"),
             }
         }
         Ok(())
@@ -776,28 +815,54 @@ fn encode(out: &mut impl Write, data: &[f32], file_type: FileType) -> Result<()>
     Ok(())
 }
 
-/// Writes a new file beside `path` and renames it, so that a failure leaves no part of one.
-fn replace_file(
-    path: &Path,
-    write: impl FnOnce(&mut BufWriter<&File>) -> Result<()>,
-) -> Result<()> {
+/// A complete file beside the one that it is to replace, so that a failure leaves no part of one.
+struct NewFile {
+    file: tempfile::NamedTempFile,
+    path: PathBuf,
+}
+
+impl NewFile {
+    fn write(path: &Path, write: impl FnOnce(&mut BufWriter<&File>) -> Result<()>) -> Result<NewFile> {
+        let (path, folder, permissions) = file_to_replace(path)?;
+        let mut builder = tempfile::Builder::new();
+        builder.prefix(".wgpu-attention-");
+        // Temporary files are private; this one becomes the result. The umask still applies.
+        #[cfg(unix)]
+        builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
+        let file = builder.tempfile_in(&folder).with_context(|| no_file_in(&folder))?;
+        let mut out = BufWriter::new(file.as_file());
+        write(&mut out)?;
+        out.flush()?;
+        drop(out);
+        file.as_file().sync_all()?;
+        if let Some(permissions) = permissions {
+            file.as_file().set_permissions(permissions)?;
+        }
+        Ok(NewFile { file, path })
+    }
+
+    fn put(self) -> Result<()> {
+        self.file.persist(&self.path)?;
+        Ok(())
+    }
+}
+
+fn no_file_in(folder: &Path) -> String {
+    format!("no file can be made in the folder {}; choose another one", folder.display())
+}
+
+/// Where a file with this name goes: path and folder with links followed, and the permissions of the file there.
+fn file_to_replace(path: &Path) -> Result<(PathBuf, PathBuf, Option<fs::Permissions>)> {
     // A link stays a link: its target is replaced.
     let path = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
     let folder = match path.parent() {
-        Some(folder) if !folder.as_os_str().is_empty() => folder,
-        _ => Path::new("."),
+        Some(folder) if !folder.as_os_str().is_empty() => folder.to_owned(),
+        _ => PathBuf::from("."),
     };
-    ensure!(
-        folder.is_dir(),
-        "there is no folder {}; create it or choose another one",
-        folder.display()
-    );
+    ensure!(folder.is_dir(), "there is no folder {}; create it or choose another one", folder.display());
     let permissions = match fs::metadata(&path) {
         Ok(old) => {
-            ensure!(
-                old.is_file(),
-                "something that is not a file has this name; choose another one"
-            );
+            ensure!(old.is_file(), "something that is not a file has this name; choose another one");
             ensure!(
                 !old.permissions().readonly(),
                 "the existing file is read-only; choose another name or make it writable"
@@ -806,33 +871,16 @@ fn replace_file(
         }
         Err(_) => None,
     };
-
-    let mut builder = tempfile::Builder::new();
-    builder.prefix(".wgpu-attention-");
-    // Temporary files are private; this one becomes the result. The umask still applies.
-    #[cfg(unix)]
-    builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
-    let new = builder.tempfile_in(folder).with_context(|| {
-        format!(
-            "no file can be made in the folder {}; choose another one",
-            folder.display()
-        )
-    })?;
-    let mut out = BufWriter::new(new.as_file());
-    write(&mut out)?;
-    out.flush()?;
-    drop(out);
-    new.as_file().sync_all()?;
-    if let Some(permissions) = permissions {
-        new.as_file().set_permissions(permissions)?;
-    }
-    new.persist(&path)?;
-    Ok(())
+    Ok((path, folder, permissions))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn write(spec: &str, shape: &[usize], data: &[f32], file_type: FileType) -> Result<()> {
+        write_all(&[Output { spec, shape, data, file_type }])
+    }
 
     struct Folder(tempfile::TempDir);
 
@@ -1371,6 +1419,38 @@ mod tests {
         assert!(message("x.npy", &[2], FileType::F32).contains("read-only"));
         assert_eq!(fs::read(&old).unwrap(), before);
         assert_eq!(folder.names(), ["x.npy"]);
+    }
+
+    #[test]
+    fn writes_all_or_nothing() {
+        let folder = Folder::new();
+        let place = |name: &str| folder.path(name);
+        let both = |first: &str, second: &str, value: f32| {
+            let (shape, file_type) = (&[1][..], FileType::F16);
+            write_all(&[
+                Output { spec: &place(first), shape, data: &[1.0], file_type },
+                Output { spec: &place(second), shape, data: &[value], file_type },
+            ])
+        };
+        for (first, second) in [
+            ("x.npy", "y.npy"),
+            ("x.npy", "none/y.npy"),
+            ("none/x.npy", "y.npy"),
+            ("s.safetensors:x", "s.safetensors:y"),
+            ("x.npy", "s.safetensors:y"),
+        ] {
+            assert!(both(first, second, 70000.0).is_err());
+            assert!(folder.names().is_empty(), "{first} {second}");
+        }
+        for (first, second) in [("x.npy", "x.npy"), ("s.safetensors:x", "s.safetensors:x")] {
+            assert!(both(first, second, 2.0).unwrap_err().to_string().contains("the same place"));
+            assert!(folder.names().is_empty(), "{first} {second}");
+        }
+        both("s.safetensors:x", "s.safetensors:y", 2.0).unwrap();
+        both("s.safetensors:y", "z.npy", 3.0).unwrap();
+        assert_eq!(read(&place("s.safetensors:x")).unwrap().floats().unwrap(), [1.0]);
+        assert_eq!(read(&place("s.safetensors:y")).unwrap().floats().unwrap(), [1.0]);
+        assert_eq!(read(&place("z.npy")).unwrap().floats().unwrap(), [3.0]);
     }
 
     #[cfg(unix)]
