@@ -40,6 +40,11 @@ struct Place {
     lse: u32,
 }
 
+// By bits, because l may be NaN, for which not every adapter says that it differs from 0.
+fn holds(state: vec2<f32>) -> bool {
+    return bitcast<u32>(state.y) != 0u;
+}
+
 fn shrink(x: f32) -> f32 {
     return exp_below(vec4<f32>(x)).x;
 }
@@ -53,14 +58,14 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     var m = -FLT_MAX;
     for (var i = 0u; i < place.states; i += 1u) {
         let s = state(place, i); // m, l
-        if s.y != 0.0 {
+        if holds(s) {
             m = max(m, s.x);
         }
     }
     var l = 0.0;
     for (var i = 0u; i < place.states; i += 1u) {
         let s = state(place, i);
-        if s.y != 0.0 {
+        if holds(s) {
             l += s.y * shrink(s.x - m);
         }
     }
@@ -70,7 +75,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
         var o = vec4<f32>();
         for (var i = 0u; i < place.states; i += 1u) {
             let s = state(place, i);
-            if s.y != 0.0 {
+            if holds(s) {
                 o += shrink(s.x - m) * state_out(place, i, d, left);
             }
         }

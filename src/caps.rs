@@ -34,6 +34,8 @@ pub struct CapsMask {
     pub invocations: Option<u32>,
     /// Pretend these subgroup sizes.
     pub subgroup: Option<(u32, u32)>,
+    /// Pretend that at most so many bytes can be bound as one storage buffer.
+    pub binding_bytes: Option<u64>,
     /// Pretend that loops stop after so many iterations.
     pub loop_limit: Option<u32>,
 }
@@ -82,6 +84,8 @@ impl Caps {
         *limit = mask.workgroup_bytes.unwrap_or(*limit).min(*limit);
         let limit = &mut self.limits.max_compute_invocations_per_workgroup;
         *limit = mask.invocations.unwrap_or(*limit).min(*limit);
+        let limit = &mut self.limits.max_storage_buffer_binding_size;
+        *limit = mask.binding_bytes.unwrap_or(*limit).min(*limit);
         if !self.features.contains(wgpu::Features::SUBGROUP) {
             self.subgroup = None;
         } else if mask.subgroup.is_some() {

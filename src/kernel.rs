@@ -7,7 +7,7 @@ use futures::FutureExt;
 
 use crate::caps::{Caps, Needs};
 use crate::error::{Error, Result};
-use crate::shader::{self, BindingKind, Link, Linked, Target};
+use crate::shader::{self, Binding, BindingKind, Link, Linked, Target};
 
 /// One way to run an operation on shapes described by `D`. An operation lists its rows best first; the last ones need
 /// nothing and run on any adapter.
@@ -53,11 +53,10 @@ impl<D> Variant<D> {
 }
 
 /// A compiled kernel.
-#[derive(Debug)]
 pub(crate) struct Pipeline {
     pub(crate) pipeline: wgpu::ComputePipeline,
     layout: wgpu::BindGroupLayout,
-    linked: Linked,
+    bindings: Vec<Binding>,
     label: String,
 }
 
@@ -68,8 +67,8 @@ impl Pipeline {
         device: &wgpu::Device,
         find: impl Fn(&str) -> Option<wgpu::BufferBinding<'a>>,
     ) -> Result<wgpu::BindGroup> {
-        let mut entries = Vec::with_capacity(self.linked.bindings.len());
-        for binding in &self.linked.bindings {
+        let mut entries = Vec::with_capacity(self.bindings.len());
+        for binding in &self.bindings {
             let resource = find(&binding.name)
                 .ok_or_else(|| Error::Gpu(format!("{}: nothing to bind as `{}`", self.label, binding.name)))?;
             entries.push(wgpu::BindGroupEntry {
@@ -82,6 +81,12 @@ impl Pipeline {
             layout: &self.layout,
             entries: &entries,
         }))
+    }
+}
+
+impl std::fmt::Debug for Pipeline {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.label)
     }
 }
 
@@ -180,7 +185,7 @@ fn compile(
     if let Some(Some(error)) = scope.pop().now_or_never() {
         return Err(located(label, &linked, &module, error));
     }
-    Ok(Pipeline { pipeline, layout, linked, label: label.to_string() })
+    Ok(Pipeline { pipeline, layout, bindings: linked.bindings, label: label.to_string() })
 }
 
 fn located(label: &str, linked: &Linked, module: &wgpu::ShaderModule, error: wgpu::Error) -> Error {

@@ -2,12 +2,18 @@
 #![warn(missing_docs)]
 
 mod caps;
+#[doc(hidden)]
+pub mod cases;
 mod error;
 mod host;
 mod kernel;
+#[doc(hidden)]
+pub mod measure;
 pub mod ops;
 #[doc(hidden)]
 pub mod reference;
+#[doc(hidden)]
+pub mod report;
 mod runtime;
 pub mod shader;
 mod view;

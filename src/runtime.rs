@@ -344,8 +344,8 @@ impl Runtime {
             let message = error.await.map_or_else(|| failed.to_string(), |error| error.to_string());
             return Err(Error::DeviceLost(message));
         }
-        let range = staging.get_mapped_range(..size).map_err(|error| Error::Gpu(error.to_string()))?;
-        Ok(range.to_vec())
+        let range = staging.get_mapped_range(..).map_err(|error| Error::Gpu(error.to_string()))?;
+        Ok(range[..size as usize].to_vec())
     }
 
     /// Natively blocks until all submitted work is done; in a browser callbacks come by themselves.

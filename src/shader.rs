@@ -65,6 +65,21 @@ files!(
     "unfused_softmax",
 );
 
+/// A struct that a shader reads: 4-byte fields in the order of the WGSL, and their names for the test that compares both.
+macro_rules! shader_struct {
+    ($(#[$meta:meta])* $visibility:vis struct $name:ident { $($field:ident: $kind:ty,)* }) => {
+        $(#[$meta])*
+        #[repr(C)]
+        #[derive(Clone, Copy, Debug, Default, bytemuck::Pod, bytemuck::Zeroable)]
+        $visibility struct $name { $(pub(super) $field: $kind,)* }
+
+        impl $name {
+            pub(super) const FIELDS: &'static [&'static str] = &[$(stringify!($field)),*];
+        }
+    };
+}
+pub(crate) use shader_struct;
+
 /// Who compiles the text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Target {

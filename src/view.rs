@@ -2,6 +2,8 @@
 
 use half::{bf16, f16};
 
+use crate::error::{Error, Result};
+
 /// Element type of a tensor in a buffer. Arithmetic is f32 whatever the storage.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum DType {
@@ -188,4 +190,46 @@ impl ScoreLayout {
             key: stride(3, 1),
         })
     }
+}
+
+/// A caller's range as a binding of just what is used, in whole vec4s where the buffer reaches so far.
+pub(crate) fn bind_view<'a>(
+    what: &str,
+    view: Option<View<'a>>,
+    reach: u64,
+    alignment: u64,
+) -> Result<Option<wgpu::BufferBinding<'a>>> {
+    let Some(View { buffer, offset }) = view else { return Ok(None) };
+    if !buffer.usage().contains(wgpu::BufferUsages::STORAGE) {
+        return Err(Error::shape(what, "a buffer with usage STORAGE", format!("{:?}", buffer.usage())));
+    }
+    if !offset.is_multiple_of(alignment) {
+        let expected = format!("an offset that is a multiple of {alignment} bytes (Layout::offset is finer)");
+        return Err(Error::shape(what, expected, offset));
+    }
+    let room = buffer.size().saturating_sub(offset) / 4 * 4;
+    let need = reach.max(4).next_multiple_of(4);
+    if need > room {
+        let given = format!("{room} from byte {offset} on");
+        return Err(Error::shape(what, format!("at least {need} bytes (whole 32-bit words)"), given));
+    }
+    let size = need.next_multiple_of(16).min(room);
+    Ok(Some(wgpu::BufferBinding { buffer, offset, size: wgpu::BufferSize::new(size) }))
+}
+
+/// Refuses (stride, count) pairs under which two runs of `extent` elements overlap.
+pub(crate) fn check_strides(what: &str, dims: &mut Vec<(u64, u64)>, mut extent: u64) -> Result<()> {
+    if dims.iter().any(|(_, count)| *count == 0) {
+        return Ok(()); // nothing is written
+    }
+    dims.retain(|(_, count)| *count > 1);
+    dims.sort_unstable();
+    for (stride, count) in dims {
+        if *stride < extent {
+            let expected = format!("strides under which no two elements coincide (here at least {extent})");
+            return Err(Error::shape(what, expected, stride));
+        }
+        extent = stride.saturating_mul(*count - 1).saturating_add(extent);
+    }
+    Ok(())
 }

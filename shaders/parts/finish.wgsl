@@ -15,6 +15,12 @@ fn sink_of(head: u32) -> f32 {
     return select(pair.y, pair.w, (head & 1u) == 1u);
 }
 
+// log(l) + m as bits; the logarithm of NaN is NaN, which not every adapter knows.
+fn lse_bits(m: f32, l: f32) -> u32 {
+    let is_nan = (bitcast<u32>(l) & 0x7fffffffu) > 0x7f800000u;
+    return select(bitcast<u32>(m + log(l)), bitcast<u32>(l), is_nan);
+}
+
 fn finish(m: f32, l: f32, head: u32) -> Finished {
     let sink = sink_of(head);
     let has_sink = (params.flags & SINKS) != 0u && bitcast<u32>(sink) != MINUS_INFINITY;
@@ -25,7 +31,7 @@ fn finish(m: f32, l: f32, head: u32) -> Finished {
         let top = max(m, sink);
         let part = exp_below(vec4<f32>(m - top, sink - top, 0.0, 0.0));
         let total = l * part.x + part.y;
-        return Finished(part.x / total, bitcast<u32>(top + log(total)));
+        return Finished(part.x / total, lse_bits(top, total));
     }
-    return Finished(1.0 / l, bitcast<u32>(m + log(l)));
+    return Finished(1.0 / l, lse_bits(m, l));
 }

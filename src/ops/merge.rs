@@ -8,10 +8,10 @@ use std::sync::Arc;
 
 use crate::error::{Error, Result};
 use crate::kernel::Pipeline;
-use crate::ops::attention::{MAX_HEADS, MAX_V_HEAD_DIM, Params, SINKS, bind_view, heads_bytes};
+use crate::ops::attention::{MAX_HEADS, MAX_V_HEAD_DIM, Params, SINKS, heads_bytes};
 use crate::runtime::Runtime;
-use crate::shader::Link;
-use crate::view::{DType, Layout, View};
+use crate::shader::{Link, shader_struct};
+use crate::view::{DType, Layout, View, bind_view, check_strides};
 
 /// What a merge is made for.
 #[derive(Clone, Debug, PartialEq)]
@@ -54,22 +54,25 @@ pub struct MergeIo<'a> {
     pub out_lse: View<'a>,
 }
 
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default, bytemuck::Pod, bytemuck::Zeroable)]
-struct Strides {
-    state: u32,
-    seq: u32,
-    head: u32,
-    lse_state: u32,
-    lse_head: u32,
-    out_seq: u32,
-    out_head: u32,
-    out_lse_head: u32,
-    tokens: u32,
-    states: u32,
-    first: u32,
-    out_first: u32,
+shader_struct! {
+    struct Strides {
+        state: u32,
+        seq: u32,
+        head: u32,
+        lse_state: u32,
+        lse_head: u32,
+        out_seq: u32,
+        out_head: u32,
+        out_lse_head: u32,
+        tokens: u32,
+        states: u32,
+        first: u32,
+        out_first: u32,
+    }
 }
+
+#[doc(hidden)]
+pub const STRUCTS: &[(&str, &str, &[&str])] = &[("parts/states_user", "Strides", Strides::FIELDS)];
 
 /// A merge with its parameters on the device. Immutable; record it any number of times.
 #[derive(Debug)]
@@ -156,7 +159,7 @@ impl Merge {
         ];
         let mut dims =
             vec![(layout.out_layout.head, u64::from(desc.heads)), (layout.out_layout.seq, layout.rows.into())];
-        crate::ops::attention::check_strides("out_layout", &mut dims, desc.v_head_dim.into())?;
+        check_strides("out_layout", &mut dims, desc.v_head_dim.into())?;
         let strides = Strides {
             state: layout.state_layout.batch as u32,
             seq: layout.state_layout.seq as u32,

@@ -10,10 +10,11 @@ use std::sync::Arc;
 use crate::caps::Needs;
 use crate::error::{Error, Result};
 use crate::kernel::Pipeline;
-use crate::ops::attention::{AttentionDesc, Batch, Lengths, Window, bind_view, check_strides};
+use crate::ops::attention::{AttentionDesc, Batch, Lengths, Window};
 use crate::runtime::Runtime;
 use crate::shader::Link;
 use crate::view::{DType, Layout, View};
+use crate::view::{bind_view, check_strides};
 
 /// The name of its only variant.
 pub const NAME: &str = "unfused.portable.q64k64";
@@ -198,7 +199,7 @@ impl Unfused {
             scores: None,
             reach,
         };
-        let planes = sequences.checked_mul(desc.kv_heads).unwrap_or(u32::MAX);
+        let planes = sequences.saturating_mul(desc.kv_heads);
         if rows == 0 || planes == 0 {
             return Ok(unfused);
         }

@@ -54,15 +54,22 @@ impl Comparison {
     pub fn passed(&self) -> bool {
         self.wrong == 0
     }
+
+    /// Which values are off, in words; empty if none is.
+    pub fn details(&self) -> String {
+        match self.worst {
+            Some((at, got, want)) if !self.passed() => {
+                let (wrong, count) = (self.wrong, self.count);
+                format!("; {wrong} of {count} values are off, the worst is number {at}: {got}, expected {want}")
+            }
+            _ => String::new(),
+        }
+    }
 }
 
 impl fmt::Display for Comparison {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (error, tolerance) = (digits(self.error), digits(self.tolerance));
-        write!(f, "largest error {error}, tolerance {tolerance}")?;
-        if let (false, Some((at, got, want))) = (self.passed(), self.worst) {
-            write!(f, "; {} of {} values are off, the worst is number {at}: {got}, expected {want}", self.wrong, self.count)?;
-        }
-        Ok(())
+        write!(f, "largest error {error}, tolerance {tolerance}")
     }
 }

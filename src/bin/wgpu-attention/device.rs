@@ -3,13 +3,12 @@
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use indicatif::ProgressBar;
 use wgpu_attention::{Runtime, RuntimeOptions};
 
-use crate::Global;
+use crate::{Global, terminal};
 
 const NO_ADAPTER: &str = "no graphics adapter was found. Linux needs a Vulkan driver: on Debian and Ubuntu run \
      `apt install mesa-vulkan-drivers`, or start the program with ./dev. `--adapter oracle` computes on the CPU";
@@ -92,13 +91,12 @@ fn identity(info: &wgpu::AdapterInfo) -> String {
 pub fn open_adapter(adapter: &wgpu::Adapter) -> Result<Runtime> {
     let info = adapter.get_info();
     let verdicts = read(&info, "verdicts");
+    let message = format!("testing the kernels on {}, once", info.name);
     let spinner = match verdicts {
         Some(_) => ProgressBar::hidden(),
-        None => ProgressBar::new_spinner().with_message(format!("testing the kernels on {}, once", info.name)),
+        None => terminal::spinner(message),
     };
-    spinner.enable_steady_tick(Duration::from_millis(100));
-    let options =
-        RuntimeOptions { verdicts, pipeline_cache: read(&info, "pipelines"), ..RuntimeOptions::default() };
+    let options = RuntimeOptions { verdicts, pipeline_cache: read(&info, "pipelines"), ..RuntimeOptions::default() };
     let runtime = pollster::block_on(Runtime::open(adapter, options));
     spinner.finish_and_clear();
     let runtime = runtime.with_context(|| format!("cannot use {}", info.name))?;
@@ -116,9 +114,9 @@ pub fn keep(runtime: &Runtime) {
     }
 }
 
-/// The file for one adapter, driver and version of this program.
+/// The file for one adapter, driver and version of this program and its shaders.
 fn path(info: &wgpu::AdapterInfo, what: &str) -> Option<PathBuf> {
-    let key = checksum(&(identity(info), env!("CARGO_PKG_VERSION")));
+    let key = checksum(&(identity(info), env!("CARGO_PKG_VERSION"), wgpu_attention::shader::FILES));
     Some(dirs::cache_dir()?.join("wgpu-attention").join(format!("{key:016x}.{what}")))
 }
 

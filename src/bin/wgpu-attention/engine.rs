@@ -13,7 +13,7 @@ use crate::{Global, device, terminal};
 /// What computes.
 pub enum Engine {
     Oracle,
-    Gpu { label: String, runtime: Box<Runtime>, variant: Option<String> },
+    Gpu { runtime: Box<Runtime>, variant: Option<String> },
 }
 
 /// A result and how it came about.
@@ -36,9 +36,8 @@ pub struct Time {
 impl Engine {
     pub fn open(global: &Global) -> Result<Engine> {
         if !device::is_oracle(global) {
-            let (adapter, runtime) = device::open(global)?;
-            let label = device::label(&adapter.get_info());
-            return Ok(Engine::Gpu { label, runtime: Box::new(runtime), variant: global.variant.clone() });
+            let (_, runtime) = device::open(global)?;
+            return Ok(Engine::Gpu { runtime: Box::new(runtime), variant: global.variant.clone() });
         }
         if global.variant.is_some() {
             bail!("--variant chooses among kernels, but the oracle has none; leave it out");
@@ -46,10 +45,22 @@ impl Engine {
         Ok(Engine::Oracle)
     }
 
-    pub fn label(&self) -> &str {
+    /// What computes, in a line.
+    pub fn label(&self) -> String {
         match self {
-            Engine::Oracle => "oracle (f64 on the CPU)",
-            Engine::Gpu { label, .. } => label,
+            Engine::Oracle => "oracle (f64 on the CPU)".into(),
+            Engine::Gpu { runtime, .. } => device::label(&runtime.caps().info),
+        }
+    }
+
+    /// The same without the driver.
+    pub fn short_label(&self) -> String {
+        match self {
+            Engine::Oracle => self.label(),
+            Engine::Gpu { runtime, .. } => {
+                let info = &runtime.caps().info;
+                format!("{} ({}, {})", info.name, device::kind(info), info.backend)
+            }
         }
     }
 
@@ -125,9 +136,7 @@ fn gpu(runtime: &Runtime, desc: &AttentionDesc, batch: &Batch, input: &HostInput
         mask: mask.as_ref().map(View::from),
     };
     let clock = Clock::new(runtime)?;
-    let run = || {
-        clock.time(runtime, |pass| attention.record_in(pass, &schedule, &io))
-    };
+    let run = || clock.time(runtime, |pass| attention.record_in(pass, &schedule, &io));
     let first = run()?;
     let out = desc.out_dtype.decode(&pollster::block_on(runtime.read(&out, out_size))?, out_len);
     let lse = DType::F32.decode(&pollster::block_on(runtime.read(&lse, lse_size))?, lse_len);
@@ -203,7 +212,7 @@ impl Clock {
         }
         let Some((_, buffer)) = &self.timestamps else { return Ok(wall) };
         let bytes = pollster::block_on(runtime.read(buffer, 16))?;
-        let ticks: &[u64] = bytemuck::cast_slice(&bytes);
+        let ticks: Vec<u64> = bytes.as_chunks().0.iter().map(|tick| u64::from_le_bytes(*tick)).collect();
         Ok(ticks[1].saturating_sub(ticks[0]) as f64 * f64::from(runtime.queue().get_timestamp_period()) * 1e-9)
     }
 }

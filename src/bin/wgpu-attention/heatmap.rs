@@ -40,11 +40,7 @@ pub fn draw(weights: &[f32], rows: usize, columns: usize, width: usize, colour: 
     let space = width.saturating_sub(gutter + 1).max(1);
     let (across, down) = size(rows, columns, space, colour);
     let mut pixels = shrink(weights, rows, columns, across, down);
-    let largest = weights
-        .iter()
-        .copied()
-        .filter(|w| w.is_finite())
-        .fold(0.0, f32::max);
+    let largest = weights.iter().copied().filter(|w| w.is_finite()).fold(0.0, f32::max);
     for pixel in &mut pixels {
         *pixel = level(*pixel, largest);
     }
@@ -209,11 +205,7 @@ mod tests {
 
     fn causal(size: usize) -> Vec<f32> {
         let weight = |i: usize| {
-            if i % size <= i / size {
-                1.0 / (i / size + 1) as f32
-            } else {
-                0.0
-            }
+            if i % size <= i / size { 1.0 / (i / size + 1) as f32 } else { 0.0 }
         };
         (0..size * size).map(weight).collect()
     }
@@ -224,15 +216,7 @@ mod tests {
             .lines()
             .map(|line| {
                 let parts = line.split("\x1b[").enumerate();
-                parts
-                    .map(|(i, s)| {
-                        if i == 0 {
-                            s
-                        } else {
-                            s.split_once('m').unwrap().1
-                        }
-                    })
-                    .collect()
+                parts.map(|(i, s)| if i == 0 { s } else { s.split_once('m').unwrap().1 }).collect()
             })
             .collect();
         lines.pop();
@@ -249,22 +233,12 @@ mod tests {
                     let lines = map(&draw(&weights, rows, columns, width, colour));
                     let gutter = (rows - 1).to_string().len() + 1;
                     let across = lines[0].chars().count() - gutter;
-                    assert!(
-                        across + gutter <= width.max(gutter + 1),
-                        "{rows} {columns} {width}"
-                    );
-                    assert!(
-                        lines
-                            .iter()
-                            .all(|line| line.chars().count() == across + gutter)
-                    );
+                    assert!(across + gutter <= width.max(gutter + 1), "{rows} {columns} {width}");
+                    assert!(lines.iter().all(|line| line.chars().count() == across + gutter));
                     let high = 2.0 * lines.len() as f64;
                     let expected = rows as f64 * across as f64 / columns as f64;
                     if rows > 1 && columns > 1 && across > 1 {
-                        assert!(
-                            (high - expected).abs() < 4.0,
-                            "{rows} {columns} {width} {high}"
-                        );
+                        assert!((high - expected).abs() < 4.0, "{rows} {columns} {width} {high}");
                     }
                 }
             }
@@ -302,13 +276,9 @@ mod tests {
 
     #[test]
     fn says_when_there_is_nothing_to_draw() {
-        for (weights, rows, columns) in [
-            (&[][..], 0, 0),
-            (&[], 0, 5),
-            (&[], 5, 0),
-            (&[1.0], 2, 2),
-            (&[1.0], usize::MAX, 2),
-        ] {
+        for (weights, rows, columns) in
+            [(&[][..], 0, 0), (&[], 0, 5), (&[], 5, 0), (&[1.0], 2, 2), (&[1.0], usize::MAX, 2)]
+        {
             let text = draw(weights, rows, columns, 80, true);
             assert!(text.starts_with("no attention map"), "{text}");
         }

@@ -1,6 +1,7 @@
 //! Attention from the command line; the library does the work.
 
 mod attend;
+mod bench;
 mod compare;
 mod demo;
 mod device;
@@ -31,6 +32,7 @@ struct Cli {
 enum Command {
     Demo(demo::DemoArgs),
     Attend(Box<attend::AttendArgs>),
+    Bench(bench::BenchArgs),
     Info(info::InfoArgs),
     Shaders(shaders::ShadersArgs),
 }
@@ -49,12 +51,14 @@ pub struct Global {
 }
 
 fn main() -> ExitCode {
+    quiet_drivers();
     let cli = Cli::parse();
     let level = env_logger::Env::default().default_filter_or("error,wgpu_attention=warn");
     env_logger::Builder::from_env(level).format_timestamp(None).init();
     let result = match cli.command {
         Command::Demo(args) => demo::run(&args, &cli.global),
         Command::Attend(args) => attend::run(&args, &cli.global),
+        Command::Bench(args) => bench::run(&args, &cli.global),
         Command::Info(args) => info::run(&args, &cli.global),
         Command::Shaders(args) => shaders::run(&args, &cli.global),
     };
@@ -68,3 +72,15 @@ fn main() -> ExitCode {
         }
     }
 }
+
+/// Vulkan drivers look for a window system, and complain on stderr where this variable is missing, as on servers.
+#[cfg(target_os = "linux")]
+fn quiet_drivers() {
+    if std::env::var_os("XDG_RUNTIME_DIR").is_none() {
+        // SAFETY: no other thread runs yet.
+        unsafe { std::env::set_var("XDG_RUNTIME_DIR", std::env::temp_dir()) };
+    }
+}
+
+#[cfg(not(target_os = "linux"))]
+fn quiet_drivers() {}

@@ -113,12 +113,7 @@ pub fn read(spec: &str) -> Result<Tensor> {
         Place::Safetensors(path, name) => read_safetensors(&path, name.as_deref()),
     });
     let (shape, file_type, data) = content.map_err(|e| anyhow!("cannot read {spec}: {e:#}"))?;
-    Ok(Tensor {
-        shape,
-        file_type,
-        data,
-        source: spec.to_owned(),
-    })
+    Ok(Tensor { shape, file_type, data, source: spec.to_owned() })
 }
 
 /// A tensor to write: `file_type` is f32, f16 or bf16. NumPy has no bf16: in `.npy` the rounded values are kept as f32.
@@ -218,10 +213,7 @@ impl Place {
             && !Path::new(spec).is_file()
         {
             let (path, name) = spec.split_at(at + ENDING.len());
-            ensure!(
-                name != ":",
-                "the name of the tensor is missing after the colon"
-            );
+            ensure!(name != ":", "the name of the tensor is missing after the colon");
             return Ok(Place::Safetensors(path.into(), Some(name[1..].to_owned())));
         }
         if lower.ends_with(ENDING) {
@@ -240,14 +232,8 @@ fn open(path: &Path) -> Result<(File, u64)> {
         io::ErrorKind::NotFound => anyhow!("there is no file {}; check the path", path.display()),
         _ => error.into(),
     })?;
-    ensure!(
-        !metadata.is_dir(),
-        "this is a folder; give the path of a file in it"
-    );
-    ensure!(
-        metadata.is_file(),
-        "this is not a regular file; copy it to one first"
-    );
+    ensure!(!metadata.is_dir(), "this is a folder; give the path of a file in it");
+    ensure!(metadata.is_file(), "this is not a regular file; copy it to one first");
     ensure!(metadata.len() > 0, "the file is empty; write it again");
     Ok((File::open(path)?, metadata.len()))
 }
@@ -255,9 +241,7 @@ fn open(path: &Path) -> Result<(File, u64)> {
 /// The bytes that a tensor takes, or an error when nothing in memory can have that size. Zeros are
 /// counted as ones so that strides of an empty tensor cannot overflow either.
 fn byte_count(shape: &[usize], element: usize) -> Result<u64> {
-    let bound = shape
-        .iter()
-        .try_fold(element, |size, &length| size.checked_mul(length.max(1)));
+    let bound = shape.iter().try_fold(element, |size, &length| size.checked_mul(length.max(1)));
     ensure!(
         bound.is_some_and(|bound| isize::try_from(bound).is_ok()),
         "its shape {} is larger than any memory; the file is damaged",
@@ -268,11 +252,7 @@ fn byte_count(shape: &[usize], element: usize) -> Result<u64> {
 
 /// Text from a file, made fit for one line of a message.
 fn printable(text: &str) -> String {
-    let mut line: String = text
-        .chars()
-        .take(160)
-        .map(|c| if c.is_control() { '?' } else { c })
-        .collect();
+    let mut line: String = text.chars().take(160).map(|c| if c.is_control() { '?' } else { c }).collect();
     if line.len() < text.len() {
         line.push('…');
     }
@@ -289,10 +269,7 @@ fn read_npy(path: &Path) -> Result<Content> {
     let (file, length) = open(path)?;
     let mut file = BufReader::new(file);
     let magic: [u8; 8] = take(&mut file).unwrap_or_default();
-    ensure!(
-        magic.starts_with(b"\x93NUMPY"),
-        "this is not a .npy file; write it with numpy.save"
-    );
+    ensure!(magic.starts_with(b"\x93NUMPY"), "this is not a .npy file; write it with numpy.save");
     let (prefix, header_length) = match (magic[6], magic[7]) {
         (1, 0) => (10, take(&mut file).map(|b| u16::from_le_bytes(b).into())),
         (2 | 3, 0) => (12, take(&mut file).map(|b| u32::from_le_bytes(b).into())),
@@ -312,12 +289,7 @@ fn read_npy(path: &Path) -> Result<Content> {
     let mut header = vec![0; header_length as usize];
     file.read_exact(&mut header)?;
     let header = std::str::from_utf8(&header).context("its header is not text; write it again")?;
-    let Header {
-        big_endian,
-        file_type,
-        fortran_order,
-        shape,
-    } = Header::parse(header)?;
+    let Header { big_endian, file_type, fortran_order, shape } = Header::parse(header)?;
 
     let (expected, found) = (byte_count(&shape, file_type.size())?, length - header_end);
     ensure!(
@@ -325,12 +297,7 @@ fn read_npy(path: &Path) -> Result<Content> {
         "its header announces {shape:?} of {file_type} in {expected} bytes, but {found} follow; \
          save one array with numpy.save and copy the file completely"
     );
-    let data = decode(
-        &mut file,
-        expected as usize / file_type.size(),
-        file_type,
-        big_endian,
-    )?;
+    let data = decode(&mut file, expected as usize / file_type.size(), file_type, big_endian)?;
     let data = match data {
         data if !fortran_order => data,
         Data::Float(values) => Data::Float(to_c_order(&values, &shape)?),
@@ -376,10 +343,7 @@ impl Header {
                 break;
             }
         }
-        ensure!(
-            words.0.trim().is_empty(),
-            "its header is damaged; write it again"
-        );
+        ensure!(words.0.trim().is_empty(), "its header is damaged; write it again");
         let missing = |key| format!("its header does not say {key}; write it again");
         let (big_endian, file_type) = parse_descr(descr.with_context(|| missing("descr"))?)?;
         Ok(Header {
@@ -415,10 +379,8 @@ impl<'a> Words<'a> {
         if quote == '\'' {
             self.expect("'")?;
         }
-        let (string, rest) = self
-            .0
-            .split_once(quote)
-            .context("its header is damaged: a quote is not closed; write it again")?;
+        let (string, rest) =
+            self.0.split_once(quote).context("its header is damaged: a quote is not closed; write it again")?;
         self.0 = rest;
         Ok(string)
     }
@@ -429,21 +391,15 @@ impl<'a> Words<'a> {
         let mut lengths = Vec::new();
         self.expect("(")?;
         while !self.accept(")") {
-            ensure!(
-                lengths.len() < MOST_AXES,
-                "its shape has more than {MOST_AXES} axes; the file is damaged"
-            );
+            ensure!(lengths.len() < MOST_AXES, "its shape has more than {MOST_AXES} axes; the file is damaged");
             let rest = self.0.trim_start();
-            let end = rest
-                .find(|c: char| !c.is_ascii_digit())
-                .unwrap_or(rest.len());
+            let end = rest.find(|c: char| !c.is_ascii_digit()).unwrap_or(rest.len());
             let (digits, rest) = rest.split_at(end);
-            lengths.push(digits.parse().map_err(|_| {
-                anyhow!(
-                    "its shape is not made of lengths: \"{}\"",
-                    printable(self.0.trim())
-                )
-            })?);
+            lengths.push(
+                digits
+                    .parse()
+                    .map_err(|_| anyhow!("its shape is not made of lengths: \"{}\"", printable(self.0.trim())))?,
+            );
             self.0 = rest;
             // Python 2 wrote 3L on some systems.
             self.accept("L");
@@ -498,11 +454,7 @@ fn take<const N: usize>(file: &mut impl Read) -> io::Result<[u8; N]> {
 }
 
 fn decode(file: &mut impl Read, count: usize, kind: FileType, big_endian: bool) -> Result<Data> {
-    let mut source = Elements {
-        file,
-        count,
-        big_endian,
-    };
+    let mut source = Elements { file, count, big_endian };
     Ok(match kind {
         FileType::F64 => Data::Float(source.read(|b| f64::from_le_bytes(b) as f32)?),
         FileType::F32 => Data::Float(source.read(f32::from_le_bytes)?),
@@ -520,10 +472,7 @@ fn decode(file: &mut impl Read, count: usize, kind: FileType, big_endian: bool) 
             let values = source.read(i64::from_le_bytes)?;
             // Read as i64, the values above i64::MAX are the negative ones.
             if let Some(&value) = values.iter().find(|value| **value < 0) {
-                bail!(
-                    "it holds {}, above the largest i64; save it as int64",
-                    value as u64
-                );
+                bail!("it holds {}, above the largest i64; save it as int64", value as u64);
             }
             Data::Int(values)
         }
@@ -622,16 +571,11 @@ impl Archive {
             "{DAMAGED}: expected {expected} bytes of data after its header, but {found} follow; \
              copy or write it again"
         );
-        Ok(Archive {
-            file,
-            metadata,
-            start,
-        })
+        Ok(Archive { file, metadata, start })
     }
 
     fn seek(&mut self, info: &TensorInfo) -> Result<()> {
-        self.file
-            .seek(SeekFrom::Start(self.start + info.data_offsets.0 as u64))?;
+        self.file.seek(SeekFrom::Start(self.start + info.data_offsets.0 as u64))?;
         Ok(())
     }
 
@@ -640,12 +584,7 @@ impl Archive {
         const MOST: usize = 20;
         let mut names = self.metadata.offset_keys();
         names.sort();
-        let mut text = names
-            .iter()
-            .take(MOST)
-            .map(|name| printable(name))
-            .collect::<Vec<_>>()
-            .join(", ");
+        let mut text = names.iter().take(MOST).map(|name| printable(name)).collect::<Vec<_>>().join(", ");
         if names.len() > MOST {
             text += &format!(", … and {} more", names.len() - MOST);
         }
@@ -669,10 +608,7 @@ fn read_safetensors(path: &Path, name: Option<&str>) -> Result<Content> {
         ),
     };
     let Some(info) = archive.metadata.info(name).cloned() else {
-        bail!(
-            "the file has no tensor {name}; it holds {}",
-            archive.names()
-        );
+        bail!("the file has no tensor {name}; it holds {}", archive.names());
     };
     let file_type = match info.dtype {
         Dtype::F64 => FileType::F64,
@@ -707,16 +643,11 @@ fn write_npy(path: &Path, output: &Output) -> Result<NewFile> {
         FileType::F16 => ("<f2", file_type, Cow::from(data)),
         _ => ("<f4", file_type, Cow::from(data)),
     };
-    let mut lengths = shape
-        .iter()
-        .map(usize::to_string)
-        .collect::<Vec<_>>()
-        .join(", ");
+    let mut lengths = shape.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
     if shape.len() == 1 {
         lengths.push(',');
     }
-    let mut header =
-        format!("{{'descr': '{descr}', 'fortran_order': False, 'shape': ({lengths}), }}");
+    let mut header = format!("{{'descr': '{descr}', 'fortran_order': False, 'shape': ({lengths}), }}");
     // NumPy wants a line break at the end of the header, and the data aligned to 64 bytes.
     let unpadded = 10 + header.len() + 1;
     header += &" ".repeat(unpadded.next_multiple_of(64) - unpadded);
@@ -760,13 +691,7 @@ fn write_safetensors(path: &Path, new: &[(String, Output)]) -> Result<NewFile> {
     let placed = tensors.iter().map(|(name, info)| {
         let start = end;
         end += byte_length(info);
-        (
-            name.clone(),
-            TensorInfo {
-                data_offsets: (start, end),
-                ..info.clone()
-            },
-        )
+        (name.clone(), TensorInfo { data_offsets: (start, end), ..info.clone() })
     });
     let metadata = Metadata::new(old_metadata, placed.collect())?;
     // Through a value, because that sorts the entries of the metadata.
@@ -778,7 +703,7 @@ fn write_safetensors(path: &Path, new: &[(String, Output)]) -> Result<NewFile> {
         out.write_all(header.as_bytes())?;
         out.write_all(&b"       "[..padding])?;
         for (tensor, info) in &tensors {
-            match (find(name), &mut old) {
+            match (find(tensor), &mut old) {
                 (Some(output), _) => encode(out, output.data, output.file_type)?,
                 (None, Some(archive)) => {
                     archive.seek(info)?;
@@ -901,9 +826,7 @@ mod tests {
         /// The names of all files, to see that no temporary one is left.
         fn names(&self) -> Vec<String> {
             let entries = fs::read_dir(self.0.path()).unwrap();
-            let mut names: Vec<_> = entries
-                .map(|e| e.unwrap().file_name().into_string().unwrap())
-                .collect();
+            let mut names: Vec<_> = entries.map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
             names.sort();
             names
         }
@@ -922,9 +845,7 @@ mod tests {
 
     fn npy_of(descr: &str, fortran_order: bool, shape: &str, data: &[u8]) -> Vec<u8> {
         let fortran_order = if fortran_order { "True" } else { "False" };
-        let header = format!(
-            "{{'descr': '{descr}', 'fortran_order': {fortran_order}, 'shape': {shape}, }}\n"
-        );
+        let header = format!("{{'descr': '{descr}', 'fortran_order': {fortran_order}, 'shape': {shape}, }}\n");
         npy(1, &header, data)
     }
 
@@ -939,10 +860,7 @@ mod tests {
     fn assert_refused(spec: &str, expected: &str) {
         let message = read(spec).unwrap_err().to_string();
         assert!(message.contains(spec), "{message}");
-        assert!(
-            message.contains(expected),
-            "{message}\ndoes not contain {expected}"
-        );
+        assert!(message.contains(expected), "{message}\ndoes not contain {expected}");
         assert!(!message.contains(char::is_control), "{message:?}");
         assert!(message.len() < spec.len() + 2000, "{message}");
     }
@@ -954,60 +872,22 @@ mod tests {
     #[test]
     fn reads_every_type_in_both_byte_orders() {
         let little = [
-            (
-                "f8",
-                bytes_of([1.5f64, -2.0].map(f64::to_le_bytes)),
-                Data::Float(vec![1.5, -2.0]),
-            ),
-            (
-                "f4",
-                bytes_of([1.5f32, -2.0].map(f32::to_le_bytes)),
-                Data::Float(vec![1.5, -2.0]),
-            ),
-            (
-                "f2",
-                bytes_of([1.5, -2.0].map(|x| f16::from_f32(x).to_le_bytes())),
-                Data::Float(vec![1.5, -2.0]),
-            ),
-            (
-                "i8",
-                bytes_of([-3i64, i64::MAX].map(i64::to_le_bytes)),
-                Data::Int(vec![-3, i64::MAX]),
-            ),
-            (
-                "u8",
-                bytes_of([3u64, 1 << 62].map(u64::to_le_bytes)),
-                Data::Int(vec![3, 1 << 62]),
-            ),
-            (
-                "i4",
-                bytes_of([-3i32, 4].map(i32::to_le_bytes)),
-                Data::Int(vec![-3, 4]),
-            ),
-            (
-                "u4",
-                bytes_of([3, u32::MAX].map(u32::to_le_bytes)),
-                Data::Int(vec![3, 0xffff_ffff]),
-            ),
-            (
-                "i2",
-                bytes_of([-3i16, 4].map(i16::to_le_bytes)),
-                Data::Int(vec![-3, 4]),
-            ),
-            (
-                "u2",
-                bytes_of([3, u16::MAX].map(u16::to_le_bytes)),
-                Data::Int(vec![3, 65535]),
-            ),
+            ("f8", bytes_of([1.5f64, -2.0].map(f64::to_le_bytes)), Data::Float(vec![1.5, -2.0])),
+            ("f4", bytes_of([1.5f32, -2.0].map(f32::to_le_bytes)), Data::Float(vec![1.5, -2.0])),
+            ("f2", bytes_of([1.5, -2.0].map(|x| f16::from_f32(x).to_le_bytes())), Data::Float(vec![1.5, -2.0])),
+            ("i8", bytes_of([-3i64, i64::MAX].map(i64::to_le_bytes)), Data::Int(vec![-3, i64::MAX])),
+            ("u8", bytes_of([3u64, 1 << 62].map(u64::to_le_bytes)), Data::Int(vec![3, 1 << 62])),
+            ("i4", bytes_of([-3i32, 4].map(i32::to_le_bytes)), Data::Int(vec![-3, 4])),
+            ("u4", bytes_of([3, u32::MAX].map(u32::to_le_bytes)), Data::Int(vec![3, 0xffff_ffff])),
+            ("i2", bytes_of([-3i16, 4].map(i16::to_le_bytes)), Data::Int(vec![-3, 4])),
+            ("u2", bytes_of([3, u16::MAX].map(u16::to_le_bytes)), Data::Int(vec![3, 65535])),
             ("i1", vec![0xfd, 4], Data::Int(vec![-3, 4])),
             ("u1", vec![3, 255], Data::Int(vec![3, 255])),
             ("b1", vec![0, 1], Data::Bool(vec![false, true])),
         ];
         let folder = Folder::new();
         for (kind, bytes, data) in little {
-            let big = bytes
-                .chunks(bytes.len() / 2)
-                .flat_map(|x| x.iter().rev().copied());
+            let big = bytes.chunks(bytes.len() / 2).flat_map(|x| x.iter().rev().copied());
             for (order, bytes) in [("<", bytes.clone()), (">", big.collect()), ("|", bytes)] {
                 let descr = format!("{order}{kind}");
                 let spec = folder.file("x.npy", &npy_of(&descr, false, "(2,)", &bytes));
@@ -1045,11 +925,7 @@ mod tests {
             let spec = folder.file("x.npy", &npy(version, header, &data));
             assert_eq!(read(&spec).unwrap().shape, [3]);
         }
-        for (shape, expected, bytes) in [
-            ("()", vec![], 1),
-            ("(0,)", vec![0], 0),
-            ("(2, 0, 3)", vec![2, 0, 3], 0),
-        ] {
+        for (shape, expected, bytes) in [("()", vec![], 1), ("(0,)", vec![0], 0), ("(2, 0, 3)", vec![2, 0, 3], 0)] {
             for fortran_order in [false, true] {
                 let bytes = npy_of("|u1", fortran_order, shape, &data[..bytes]);
                 assert_eq!(read(&folder.file("x.npy", &bytes)).unwrap().shape, expected);
@@ -1066,21 +942,14 @@ mod tests {
             write(&spec, shape, &data, FileType::F32).unwrap();
             let bytes = fs::read(&spec).unwrap();
             let file = npyz::NpyFile::new(&bytes[..]).unwrap();
-            assert!(
-                file.shape()
-                    .iter()
-                    .copied()
-                    .eq(shape.iter().map(|&x| x as u64))
-            );
+            assert!(file.shape().iter().copied().eq(shape.iter().map(|&x| x as u64)));
             assert_eq!(file.into_vec::<f32>().unwrap(), data);
             assert_eq!((bytes.len() - 24) % 64, 0);
         }
 
-        for (file_type, dtype) in [
-            (FileType::F32, Dtype::F32),
-            (FileType::F16, Dtype::F16),
-            (FileType::BF16, Dtype::BF16),
-        ] {
+        for (file_type, dtype) in
+            [(FileType::F32, Dtype::F32), (FileType::F16, Dtype::F16), (FileType::BF16, Dtype::BF16)]
+        {
             let spec = folder.path("x.safetensors:a:b");
             write(&spec, &[2, 3], &data, file_type).unwrap();
             let bytes = fs::read(folder.path("x.safetensors")).unwrap();
@@ -1097,18 +966,12 @@ mod tests {
         let as_f16: Vec<f32> = data.iter().map(|&x| f16::from_f32(x).to_f32()).collect();
         let as_bf16: Vec<f32> = data.iter().map(|&x| bf16::from_f32(x).to_f32()).collect();
         for name in ["x.npy", "x.safetensors:x", "X.NPY"] {
-            for (file_type, expected) in [
-                (FileType::F32, &data),
-                (FileType::F16, &as_f16),
-                (FileType::BF16, &as_bf16),
-            ] {
+            for (file_type, expected) in [(FileType::F32, &data), (FileType::F16, &as_f16), (FileType::BF16, &as_bf16)]
+            {
                 let spec = folder.path(name);
                 write(&spec, &[50, 100], &data, file_type).unwrap();
                 let tensor = read(&spec).unwrap();
-                assert_eq!(
-                    (tensor.shape.as_slice(), &tensor.source),
-                    (&[50, 100][..], &spec)
-                );
+                assert_eq!((tensor.shape.as_slice(), &tensor.source), (&[50, 100][..], &spec));
                 assert_eq!(tensor.floats().unwrap(), expected);
             }
         }
@@ -1116,10 +979,7 @@ mod tests {
             for name in ["y.npy", "y.safetensors:y"] {
                 write(&folder.path(name), shape, data, FileType::F32).unwrap();
                 let tensor = read(&folder.path(name)).unwrap();
-                assert_eq!(
-                    (tensor.shape.as_slice(), tensor.floats().unwrap()),
-                    (shape, data)
-                );
+                assert_eq!((tensor.shape.as_slice(), tensor.floats().unwrap()), (shape, data));
             }
         }
     }
@@ -1147,15 +1007,9 @@ mod tests {
         let (_, metadata) = safetensors::SafeTensors::read_metadata(&first).unwrap();
         let metadata = metadata.metadata().clone().unwrap();
         assert_eq!((metadata["a"].as_str(), metadata["b"].as_str()), ("1", "ü"));
-        assert_eq!(
-            read(&format!("{path}:mask")).unwrap().bools().unwrap(),
-            [true, false, true]
-        );
+        assert_eq!(read(&format!("{path}:mask")).unwrap().bools().unwrap(), [true, false, true]);
         assert_eq!(read(&format!("{path}:q")).unwrap().floats().unwrap(), [2.5]);
-        assert_eq!(
-            read(&format!("{path}:out")).unwrap().floats().unwrap(),
-            [3.0]
-        );
+        assert_eq!(read(&format!("{path}:out")).unwrap().floats().unwrap(), [3.0]);
         assert_refused(&format!("{path}:small"), "F8_E4M3");
         assert_refused(&format!("{path}:none"), "it holds mask, out, q, small");
         assert_refused(&path, "4 tensors");
@@ -1164,13 +1018,7 @@ mod tests {
     #[test]
     fn reads_the_only_tensor_and_lists_many() {
         let folder = Folder::new();
-        write(
-            &folder.path("x.safetensors:t0"),
-            &[1],
-            &[5.0],
-            FileType::F32,
-        )
-        .unwrap();
+        write(&folder.path("x.safetensors:t0"), &[1], &[5.0], FileType::F32).unwrap();
         let path = folder.path("x.safetensors");
         assert_eq!(read(&path).unwrap().floats().unwrap(), [5.0]);
         for i in 1..30 {
@@ -1187,27 +1035,12 @@ mod tests {
             Place::Safetensors(path, name) => (path, name),
         };
         assert_eq!(parts("C:\\x.npy"), ("C:\\x.npy".into(), None));
-        assert_eq!(
-            parts("C:\\x.safetensors"),
-            ("C:\\x.safetensors".into(), None)
-        );
-        assert_eq!(
-            parts("C:\\x.safetensors:q"),
-            ("C:\\x.safetensors".into(), Some("q".into()))
-        );
+        assert_eq!(parts("C:\\x.safetensors"), ("C:\\x.safetensors".into(), None));
+        assert_eq!(parts("C:\\x.safetensors:q"), ("C:\\x.safetensors".into(), Some("q".into())));
         assert_eq!(parts("run:1/x.npy"), ("run:1/x.npy".into(), None));
-        assert_eq!(
-            parts("a:b.safetensors:c:d"),
-            ("a:b.safetensors".into(), Some("c:d".into()))
-        );
-        assert_eq!(
-            parts("M.SafeTensors:x.npy"),
-            ("M.SafeTensors".into(), Some("x.npy".into()))
-        );
-        assert_eq!(
-            parts("é.safetensors:ü"),
-            ("é.safetensors".into(), Some("ü".into()))
-        );
+        assert_eq!(parts("a:b.safetensors:c:d"), ("a:b.safetensors".into(), Some("c:d".into())));
+        assert_eq!(parts("M.SafeTensors:x.npy"), ("M.SafeTensors".into(), Some("x.npy".into())));
+        assert_eq!(parts("é.safetensors:ü"), ("é.safetensors".into(), Some("ü".into())));
         for spec in ["", ":", "x", "x.npz", "x.npy:q", "x.safetensors:"] {
             assert!(Place::parse(spec).is_err(), "{spec}");
         }
@@ -1244,25 +1077,13 @@ mod tests {
             (not_text, "not text"),
             (plain("<f4", "(1152921504606846976,)"), "but 24 follow"),
             (plain("<f4", "(1099511627776,)"), "but 24 follow"),
-            (
-                plain("<f4", "(4294967296, 4294967296, 4294967296)"),
-                "larger than any memory",
-            ),
-            (
-                plain("<f4", "(0, 4294967296, 4294967296)"),
-                "larger than any memory",
-            ),
-            (
-                plain("<f4", "(99999999999999999999,)"),
-                "not made of lengths",
-            ),
+            (plain("<f4", "(4294967296, 4294967296, 4294967296)"), "larger than any memory"),
+            (plain("<f4", "(0, 4294967296, 4294967296)"), "larger than any memory"),
+            (plain("<f4", "(99999999999999999999,)"), "not made of lengths"),
             (plain("<f4", "(-6,)"), "not made of lengths"),
             (plain("<f4", "(6.0,)"), "expected )"),
             (plain("<f4", "6"), "expected ("),
-            (
-                plain("<f4", &format!("({})", "1,".repeat(65))),
-                "more than 64 axes",
-            ),
+            (plain("<f4", &format!("({})", "1,".repeat(65))), "more than 64 axes"),
             (plain("<f4", "(5,)"), "in 20 bytes, but 24 follow"),
             (plain("<f4", "(7,)"), "in 28 bytes, but 24 follow"),
             (plain("<c8", "(3,)"), "dtype <c8"),
@@ -1274,18 +1095,9 @@ mod tests {
             (plain("|V2", "(12,)"), "bfloat16"),
             (plain("|O", "(3,)"), "Python objects"),
             (plain("\x1b[31m\n", "(3,)"), "dtype ?[31m?"),
-            (
-                header("{'descr': [('a', '<f4')], 'fortran_order': False, 'shape': (6,)}"),
-                "records",
-            ),
-            (
-                header("{'descr': '<f4', 'shape': (6,)}"),
-                "does not say fortran_order",
-            ),
-            (
-                header("{'descr': '<f4', 'fortran_order': 1, 'shape': (6,)}"),
-                "expected False",
-            ),
+            (header("{'descr': [('a', '<f4')], 'fortran_order': False, 'shape': (6,)}"), "records"),
+            (header("{'descr': '<f4', 'shape': (6,)}"), "does not say fortran_order"),
+            (header("{'descr': '<f4', 'fortran_order': 1, 'shape': (6,)}"), "expected False"),
             (header("{'descr': '<f4', 'extra': 1}"), "unknown key extra"),
             (header("{'descr': '<f4"), "quote is not closed"),
             (header("{}"), "does not say descr"),
@@ -1311,52 +1123,22 @@ mod tests {
             (vec![], "is empty"),
             (vec![1, 2, 3], "it has only 3 bytes"),
             (u64::MAX.to_le_bytes().to_vec(), "at most 0 are possible"),
-            (
-                [&[0xff; 8][..], &[b'{'; 1000]].concat(),
-                "at most 1000 are possible",
-            ),
+            ([&[0xff; 8][..], &[b'{'; 1000]].concat(), "at most 1000 are possible"),
             (not_text, "header says"),
             (safetensors("", b"12345678"), "header says"),
             (safetensors(&"[".repeat(100_000), b""), "header says"),
             (safetensors("{}", b""), "holds no tensor"),
             (safetensors("{}", b"1"), "but 1 follow"),
+            (one(r#"{"dtype":"F32","shape":[2],"data_offsets":[0,9]}"#), "header says"),
+            (one(r#"{"dtype":"F32","shape":[2],"data_offsets":[8,0]}"#), "header says"),
+            (one(r#"{"dtype":"F32","shape":[1],"data_offsets":[0,4]}"#), "but 8 follow"),
+            (one(r#"{"dtype":"F32","shape":[3],"data_offsets":[0,12]}"#), "but 8 follow"),
+            (one(r#"{"dtype":"F32","shape":[-1],"data_offsets":[0,8]}"#), "header says"),
+            (one(r#"{"dtype":"F99\u001b\n","shape":[2],"data_offsets":[0,8]}"#), "F99??"),
+            (one(r#"{"dtype":"C64","shape":[1],"data_offsets":[0,8]}"#), "holds C64"),
+            (one(r#"{"dtype":"F32","shape":[4294967296,4294967296],"data_offsets":[0,8]}"#), "header says"),
             (
-                one(r#"{"dtype":"F32","shape":[2],"data_offsets":[0,9]}"#),
-                "header says",
-            ),
-            (
-                one(r#"{"dtype":"F32","shape":[2],"data_offsets":[8,0]}"#),
-                "header says",
-            ),
-            (
-                one(r#"{"dtype":"F32","shape":[1],"data_offsets":[0,4]}"#),
-                "but 8 follow",
-            ),
-            (
-                one(r#"{"dtype":"F32","shape":[3],"data_offsets":[0,12]}"#),
-                "but 8 follow",
-            ),
-            (
-                one(r#"{"dtype":"F32","shape":[-1],"data_offsets":[0,8]}"#),
-                "header says",
-            ),
-            (
-                one(r#"{"dtype":"F99\u001b\n","shape":[2],"data_offsets":[0,8]}"#),
-                "F99??",
-            ),
-            (
-                one(r#"{"dtype":"C64","shape":[1],"data_offsets":[0,8]}"#),
-                "holds C64",
-            ),
-            (
-                one(r#"{"dtype":"F32","shape":[4294967296,4294967296],"data_offsets":[0,8]}"#),
-                "header says",
-            ),
-            (
-                safetensors(
-                    r#"{"x":{"dtype":"U8","shape":[0,4294967296,4294967296],"data_offsets":[0,0]}}"#,
-                    b"",
-                ),
+                safetensors(r#"{"x":{"dtype":"U8","shape":[0,4294967296,4294967296],"data_offsets":[0,0]}}"#, b""),
                 "larger than any memory",
             ),
         ];
@@ -1400,9 +1182,7 @@ mod tests {
         let before = fs::read(&old).unwrap();
         let large = [1.0, 70000.0];
         let message = |spec: &str, shape: &[usize], file_type| {
-            write(&folder.path(spec), shape, &large, file_type)
-                .unwrap_err()
-                .to_string()
+            write(&folder.path(spec), shape, &large, file_type).unwrap_err().to_string()
         };
         assert!(message("x.npy", &[2], FileType::F16).contains("70000 is too large for f16"));
         assert!(message("x.safetensors:x", &[2], FileType::F16).contains("too large"));
@@ -1465,36 +1245,18 @@ mod tests {
         write(&link, &[1], &[2.0], FileType::F32).unwrap();
         assert!(fs::symlink_metadata(&link).unwrap().is_symlink());
         assert_eq!(read(&file).unwrap().floats().unwrap(), [2.0]);
-        assert_eq!(
-            fs::metadata(&file).unwrap().permissions().mode() & 0o777,
-            0o640
-        );
+        assert_eq!(fs::metadata(&file).unwrap().permissions().mode() & 0o777, 0o640);
     }
 
     /// Small valid files of both formats, for damaging.
     fn samples(folder: &Folder) -> Vec<(&'static str, Vec<u8>)> {
         let data: Vec<u8> = (0..24).collect();
-        write(
-            &folder.path("s.safetensors:x"),
-            &[2, 3],
-            &[1.0; 6],
-            FileType::F32,
-        )
-        .unwrap();
-        write(
-            &folder.path("s.safetensors:y"),
-            &[2],
-            &[1.0; 2],
-            FileType::F16,
-        )
-        .unwrap();
+        write(&folder.path("s.safetensors:x"), &[2, 3], &[1.0; 6], FileType::F32).unwrap();
+        write(&folder.path("s.safetensors:y"), &[2], &[1.0; 2], FileType::F16).unwrap();
         vec![
             ("x.npy", npy_of("<f4", false, "(2, 3)", &data)),
             ("x.npy", npy_of(">i2", true, "(2, 3, 2)", &data)),
-            (
-                "x.safetensors:x",
-                fs::read(folder.path("s.safetensors")).unwrap(),
-            ),
+            ("x.safetensors:x", fs::read(folder.path("s.safetensors")).unwrap()),
         ]
     }
 

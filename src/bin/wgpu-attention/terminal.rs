@@ -4,8 +4,11 @@ use std::io::{self, IsTerminal, Write};
 use std::time::Duration;
 
 use anyhow::Result;
-use comfy_table::{ContentArrangement, Table, presets};
+use comfy_table::{ContentArrangement, LineStyle, Table, presets};
 use indicatif::ProgressBar;
+
+use crate::heatmap;
+use crate::weights::Weights;
 
 /// Writes to stdout. A reader that has gone, like `head`, is no error.
 pub fn print(text: impl AsRef<[u8]>) -> Result<()> {
@@ -31,14 +34,21 @@ pub fn width() -> usize {
 }
 
 /// A table without borders, as wide as `width` allows.
-pub fn table(width: usize, header: &[&str]) -> Table {
+pub fn table(width: usize, header: Vec<String>) -> Table {
     let mut table = Table::new();
+    let line = LineStyle::none().fill('─').junction('─');
     table
-        .load_preset(presets::UTF8_HORIZONTAL_ONLY)
+        .load_style(presets::NOTHING.header_separator(line))
         .set_content_arrangement(ContentArrangement::Dynamic)
         .set_width(width.min(usize::from(u16::MAX)) as u16)
         .set_header(header);
     table
+}
+
+/// A picture of attention weights.
+pub fn map(weights: &Weights, width: usize) -> String {
+    let text = heatmap::draw(&weights.values, weights.rows, weights.keys, width, colour());
+    text.lines().map(|line| line.trim_end().to_owned() + "\n").collect()
 }
 
 /// Shown on stderr if that is a terminal, until it is cleared.

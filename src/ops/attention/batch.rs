@@ -1,0 +1,216 @@
+//! Lengths and strides of a batch.
+
+use crate::error::{Error, Result};
+use crate::ops::attention::{AttentionDesc, MAX_LEN};
+use crate::view::{Layout, ScoreLayout};
+
+/// Lengths of the sequences of a batch, for Q or for K and V.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Lengths<'a> {
+    /// `batch` sequences of `len` each, [`Layout::batch`] apart.
+    Uniform {
+        /// Sequences.
+        batch: u32,
+        /// Rows or keys of each.
+        len: u32,
+    },
+    /// Sequences of at most `max_len`, [`Layout::batch`] apart, the first `lens[b]` rows or keys of which count.
+    /// Output rows past a sequence's length are left as they are.
+    Padded {
+        /// Rows or keys there is room for.
+        max_len: u32,
+        /// Rows or keys that count, one a sequence.
+        lens: &'a [u32],
+    },
+    /// Sequences one after the other: sequence `b` has rows `offsets[b]..offsets[b + 1]` of one tensor.
+    Ragged {
+        /// From 0, ascending; one more than there are sequences.
+        offsets: &'a [u32],
+    },
+}
+
+impl Lengths<'_> {
+    /// Sequences.
+    pub fn batch(&self) -> usize {
+        match self {
+            Lengths::Uniform { batch, .. } => *batch as usize,
+            Lengths::Padded { lens, .. } => lens.len(),
+            Lengths::Ragged { offsets } => offsets.len().saturating_sub(1),
+        }
+    }
+
+    /// Rows or keys of sequence `b`.
+    pub fn len(&self, b: usize) -> u32 {
+        match self {
+            Lengths::Uniform { len, .. } => *len,
+            Lengths::Padded { lens, .. } => lens[b],
+            Lengths::Ragged { offsets } => offsets[b + 1] - offsets[b],
+        }
+    }
+
+    /// Whether there are no sequences.
+    pub fn is_empty(&self) -> bool {
+        self.batch() == 0
+    }
+
+    /// Offset in elements of the first row or key of sequence `b`.
+    pub fn start(&self, b: usize, layout: &Layout) -> u64 {
+        match self {
+            Lengths::Ragged { offsets } => {
+                layout.offset.saturating_add(u64::from(offsets[b]).saturating_mul(layout.seq))
+            }
+            _ => layout.offset.saturating_add((b as u64).saturating_mul(layout.batch)),
+        }
+    }
+
+    /// Rows of the LSE of one head: of one sequence, or of all if ragged.
+    pub(super) fn lse_rows(&self) -> u64 {
+        match self {
+            Lengths::Uniform { len, .. } => u64::from(*len),
+            Lengths::Padded { max_len, .. } => u64::from(*max_len),
+            Lengths::Ragged { offsets } => u64::from(offsets.last().copied().unwrap_or(0)),
+        }
+    }
+
+    /// Index of row 0 of sequence `b` and head 0 in the LSE `[batch, head, row]` (ragged: `[head, total rows]`),
+    /// and the distance between heads.
+    pub fn lse_place(&self, b: usize, heads: u32) -> (u64, u64) {
+        match self {
+            Lengths::Ragged { offsets } => (u64::from(offsets[b]), self.lse_rows()),
+            _ => ((b as u64).saturating_mul(u64::from(heads)).saturating_mul(self.lse_rows()), self.lse_rows()),
+        }
+    }
+
+    /// Elements of the LSE.
+    pub fn lse_len(&self, heads: u32) -> u64 {
+        let sequences = if matches!(self, Lengths::Ragged { .. }) { 1 } else { self.batch() as u64 };
+        sequences.saturating_mul(u64::from(heads)).saturating_mul(self.lse_rows())
+    }
+
+    fn validate(&self, what: &str) -> Result<()> {
+        match self {
+            Lengths::Ragged { offsets } => {
+                if offsets.first() != Some(&0) {
+                    let given = offsets.first().map_or("none".into(), u32::to_string);
+                    return Err(Error::shape(format!("{what} offsets"), "a first offset of 0", given));
+                }
+                if let Some(at) = offsets.windows(2).position(|pair| pair[0] > pair[1]) {
+                    let given = format!("{} after {}", offsets[at + 1], offsets[at]);
+                    return Err(Error::shape(format!("{what} offsets"), "ascending offsets", given));
+                }
+            }
+            Lengths::Padded { max_len, lens } => {
+                if let Some(len) = lens.iter().find(|len| *len > max_len) {
+                    return Err(Error::shape(format!("{what} lengths"), format!("at most {max_len}"), len));
+                }
+            }
+            Lengths::Uniform { .. } => {}
+        }
+        let longest = (0..self.batch().min(if matches!(self, Lengths::Uniform { .. }) { 1 } else { usize::MAX }))
+            .map(|b| self.len(b))
+            .max()
+            .unwrap_or(0);
+        if longest > MAX_LEN {
+            let hint = "positions must fit in 31 bits";
+            return Err(Error::limit(format!("{what} length"), MAX_LEN.into(), longest.into(), hint));
+        }
+        Ok(())
+    }
+}
+
+/// Where row 0 of a sequence stands among its keys.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Start<'a> {
+    /// The last row stands at the last key: `kv_len − q_len`, as FlashAttention and every decoder have it.
+    #[default]
+    BottomRight,
+    /// Row 0 stands at key 0, as PyTorch's `is_causal`, ONNX and JAX have it.
+    TopLeft,
+    /// One position a sequence, which may be negative.
+    Explicit(&'a [i32]),
+}
+
+/// What a batch fixes: lengths, alignment and strides.
+#[derive(Clone, Copy, Debug)]
+pub struct Batch<'a> {
+    /// Rows of each sequence.
+    pub q: Lengths<'a>,
+    /// Keys of each sequence; as many sequences.
+    pub kv: Lengths<'a>,
+    /// Alignment of rows to keys.
+    pub start: Start<'a>,
+    /// Of Q.
+    pub q_layout: Layout,
+    /// Of K.
+    pub k_layout: Layout,
+    /// Of V.
+    pub v_layout: Layout,
+    /// Of O; no two elements at one place.
+    pub out_layout: Layout,
+    /// Of the bias, if there is one.
+    pub bias_layout: ScoreLayout,
+    /// Of the mask, if there is one.
+    pub mask_layout: ScoreLayout,
+}
+
+impl<'a> Batch<'a> {
+    /// Contiguous tensors: `[batch, len, heads, dim]` or, ragged, `[total, heads, dim]`. Bias and mask, if any, have a
+    /// layout of their own to fill in with [`ScoreLayout::broadcast`].
+    ///
+    /// ```
+    /// use wgpu_attention::{AttentionDesc, Batch, Lengths};
+    /// let desc = AttentionDesc { heads: 8, kv_heads: 2, head_dim: 64, ..AttentionDesc::default() };
+    /// let dense = Batch::new(&desc, Lengths::Uniform { batch: 2, len: 100 }, Lengths::Uniform { batch: 2, len: 100 });
+    /// let ragged = Batch::new(&desc, Lengths::Ragged { offsets: &[0, 3, 7] }, Lengths::Ragged { offsets: &[0, 90, 100] });
+    /// ```
+    pub fn new(desc: &AttentionDesc, q: Lengths<'a>, kv: Lengths<'a>) -> Self {
+        let room = |lengths: &Lengths| match lengths {
+            Lengths::Uniform { len, .. } => *len,
+            Lengths::Padded { max_len, .. } => *max_len,
+            Lengths::Ragged { .. } => 0,
+        };
+        Batch {
+            start: Start::BottomRight,
+            q_layout: Layout::bshd(room(&q), desc.heads, desc.head_dim),
+            k_layout: Layout::bshd(room(&kv), desc.kv_heads, desc.head_dim),
+            v_layout: Layout::bshd(room(&kv), desc.kv_heads, desc.v_dim()),
+            out_layout: Layout::bshd(room(&q), desc.heads, desc.v_dim()),
+            bias_layout: ScoreLayout::default(),
+            mask_layout: ScoreLayout::default(),
+            q,
+            kv,
+        }
+    }
+
+    /// Position of row 0 of sequence `b` among its keys.
+    pub fn start_of(&self, b: usize) -> i64 {
+        match self.start {
+            Start::BottomRight => i64::from(self.kv.len(b)) - i64::from(self.q.len(b)),
+            Start::TopLeft => 0,
+            Start::Explicit(starts) => i64::from(starts[b]),
+        }
+    }
+
+    /// Whether the numbers make sense together.
+    pub fn validate(&self) -> Result<()> {
+        self.q.validate("q")?;
+        self.kv.validate("kv")?;
+        if self.q.batch() != self.kv.batch() {
+            return Err(Error::shape("kv", format!("{} sequences, as many as q", self.q.batch()), self.kv.batch()));
+        }
+        if let Start::Explicit(starts) = self.start {
+            if starts.len() != self.q.batch() {
+                return Err(Error::shape(
+                    "starts",
+                    format!("one for each of {} sequences", self.q.batch()),
+                    starts.len(),
+                ));
+            }
+            if let Some(start) = starts.iter().find(|start| start.unsigned_abs() > MAX_LEN) {
+                let hint = "positions must fit in 31 bits";
+                return Err(Error::limit("the distance of a start", MAX_LEN.into(), start.unsigned_abs().into(), hint));
+            }
+        }
+        Ok(())
+    }
+}
