@@ -1,4 +1,35 @@
-//! Attention for wgpu: WGSL kernels that run inside your own device and encoder, on any adapter.
+//! Attention for [wgpu](https://docs.rs/wgpu): WGSL compute kernels that run inside your own device, buffers and encoder,
+//! on Vulkan, Metal, Direct3D 12 and WebGPU, on any adapter that wgpu has, with no feature needed.
+//!
+//! One operation serves prefill, decode, padded and ragged batches: causal and windowed masks, soft-capping, ALiBi, sinks,
+//! additive biases, boolean and bit masks, any grouped-query ratio, f32, f16 and bf16 storage, log-sum-exp.
+//!
+//! ```
+//! use wgpu_attention::{Attention, AttentionDesc, Batch, HostInput, HostMask, Lengths, Runtime, RuntimeOptions, adapters};
+//!
+//! # fn main() -> wgpu_attention::Result<()> { pollster::block_on(async {
+//! # let Some(adapter) = adapters().await.into_iter().next() else { return Ok(()) };
+//! // Probes the adapter and tests the kernels on it, once.
+//! let runtime = Runtime::open(&adapter, RuntimeOptions::default()).await?;
+//! // What a model fixes, and what a batch fixes: 2 query heads on 1 KV head of 4, one row on three keys.
+//! let desc = AttentionDesc { heads: 2, kv_heads: 1, head_dim: 4, causal: true, ..AttentionDesc::default() };
+//! let batch = Batch::new(&desc, Lengths::Uniform { batch: 1, len: 1 }, Lengths::Uniform { batch: 1, len: 3 });
+//! // Equal scores: the output is the mean of V.
+//! let v = [0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0];
+//! let input = HostInput { q: &[0.0; 8], k: &[1.0; 12], v: &v, bias: None, mask: HostMask::None };
+//! let output = Attention::new(&runtime, &desc)?.run(&batch, &input).await?;
+//! assert_eq!(output.out, [1.0; 8]);
+//! # Ok(()) }) }
+//! ```
+//!
+//! With buffers of your own: [`Attention::schedule`] plans a batch and puts its lists on the device,
+//! [`Attention::record`] appends the dispatches to your encoder. The library never submits, polls or blocks, except in
+//! [`Runtime::new`] and in what returns host data. See `examples/own_encoder.rs`.
+//!
+//! - What is computed, edge cases included: [`ops::attention`].
+//! - How kernels are chosen: by [`Caps`], by a numeric self-test on the adapter at hand, in the order of the table of
+//!   [`Variant`] rows.
+//! - How shaders are put together: [`shader`].
 #![warn(missing_docs)]
 
 mod caps;

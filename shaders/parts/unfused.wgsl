@@ -15,8 +15,7 @@ struct Params {
     qk_dim: u32,
     v_dim: u32,
     pitch: u32,
-    // In elements: the first one, and the distances between neighbours.
-    q_first: u32,
+    q_first: u32, // of each tensor in elements: the first one, and the distances between neighbours
     q_batch: u32,
     q_seq: u32,
     q_head: u32,

@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::kernel::Pipeline;
 use crate::ops::attention::{AttentionDesc, Batch, Lengths, Window};
 use crate::runtime::Runtime;
-use crate::shader::Link;
+use crate::shader::{Link, shader_struct};
 use crate::view::{DType, Layout, View};
 use crate::view::{bind_view, check_strides};
 
@@ -32,42 +32,41 @@ pub struct UnfusedIo<'a> {
     pub out: View<'a>,
 }
 
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default, bytemuck::Pod, bytemuck::Zeroable)]
-struct Params {
-    scale: f32,
-    group: u32,
-    rows: u32,
-    kv_len: u32,
-    kv_heads: u32,
-    first_plane: u32,
-    start: i32,
-    causal: u32,
-    qk_dim: u32,
-    v_dim: u32,
-    pitch: u32,
-    q: Place,
-    k: Place,
-    v: Place,
-    out: Place,
-    pad: u32,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default, bytemuck::Pod, bytemuck::Zeroable)]
-struct Place {
-    first: u32,
-    batch: u32,
-    seq: u32,
-    head: u32,
-}
-
-impl From<Layout> for Place {
-    fn from(layout: Layout) -> Self {
-        let Layout { offset, batch, seq, head } = layout;
-        Place { first: offset as u32, batch: batch as u32, seq: seq as u32, head: head as u32 }
+shader_struct! {
+    struct Params {
+        scale: f32,
+        group: u32,
+        rows: u32,
+        kv_len: u32,
+        kv_heads: u32,
+        first_plane: u32,
+        start: i32,
+        causal: u32,
+        qk_dim: u32,
+        v_dim: u32,
+        pitch: u32,
+        q_first: u32,
+        q_batch: u32,
+        q_seq: u32,
+        q_head: u32,
+        k_first: u32,
+        k_batch: u32,
+        k_seq: u32,
+        k_head: u32,
+        v_first: u32,
+        v_batch: u32,
+        v_seq: u32,
+        v_head: u32,
+        out_first: u32,
+        out_batch: u32,
+        out_seq: u32,
+        out_head: u32,
+        pad: u32,
     }
 }
+
+#[doc(hidden)]
+pub const STRUCTS: &[(&str, &str, &[&str])] = &[("parts/unfused", "Params", Params::FIELDS)];
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Pass {
@@ -222,6 +221,7 @@ impl Unfused {
         for pass in PASSES {
             unfused.pipelines.push(runtime.pipeline(NAME, &link_of(desc, pass, fours))?);
         }
+        let (q, k, v, out) = (batch.q_layout, batch.k_layout, batch.v_layout, batch.out_layout);
         for first_plane in (0..planes).step_by(at_a_time as usize) {
             let params = Params {
                 scale: desc.scale(),
@@ -235,10 +235,22 @@ impl Unfused {
                 qk_dim: dim,
                 v_dim,
                 pitch,
-                q: batch.q_layout.into(),
-                k: batch.k_layout.into(),
-                v: batch.v_layout.into(),
-                out: batch.out_layout.into(),
+                q_first: q.offset as u32,
+                q_batch: q.batch as u32,
+                q_seq: q.seq as u32,
+                q_head: q.head as u32,
+                k_first: k.offset as u32,
+                k_batch: k.batch as u32,
+                k_seq: k.seq as u32,
+                k_head: k.head as u32,
+                v_first: v.offset as u32,
+                v_batch: v.batch as u32,
+                v_seq: v.seq as u32,
+                v_head: v.head as u32,
+                out_first: out.offset as u32,
+                out_batch: out.batch as u32,
+                out_seq: out.seq as u32,
+                out_head: out.head as u32,
                 pad: 0,
             };
             let uniform = wgpu::BufferUsages::UNIFORM;

@@ -213,7 +213,9 @@ impl Clock {
         let Some((_, buffer)) = &self.timestamps else { return Ok(wall) };
         let bytes = pollster::block_on(runtime.read(buffer, 16))?;
         let ticks: Vec<u64> = bytes.as_chunks().0.iter().map(|tick| u64::from_le_bytes(*tick)).collect();
-        Ok(ticks[1].saturating_sub(ticks[0]) as f64 * f64::from(runtime.queue().get_timestamp_period()) * 1e-9)
+        // A coarse clock may not advance during a short run.
+        let ticks = ticks[1].checked_sub(ticks[0]).filter(|ticks| *ticks > 0);
+        Ok(ticks.map_or(wall, |ticks| ticks as f64 * f64::from(runtime.queue().get_timestamp_period()) * 1e-9))
     }
 }
 

@@ -28,6 +28,8 @@ pub struct InfoArgs {
 const JSON_VERSION: u32 = 1;
 /// Widest output, for a terminal or a report.
 const WIDTH: usize = 100;
+const LEGEND: &str =
+    "\n   chosen: for V of that dim; ready: passed its self-test, --variant selects it; –: not made for it\n";
 /// Heads of V whose choice is shown.
 const V_HEAD_DIMS: [u32; 4] = [64, 128, 256, 512];
 
@@ -299,18 +301,24 @@ fn bytes(count: u64) -> String {
 
 fn table(operation: &Operation) -> String {
     let mut header = vec![operation.name.to_string()];
-    header.extend(V_HEAD_DIMS.map(|dim| format!("V dim {dim}")));
+    header.extend(V_HEAD_DIMS.map(|dim| format!("V {dim}")));
     header.push("why out".into());
     let mut table = terminal::table(WIDTH - 2, header);
     let prefix = format!("{}.", operation.name);
     for variant in &operation.variants {
         let mut row = vec![variant.name.trim_start_matches(&prefix).to_string()];
-        row.extend(variant.uses.iter().map(|r#use| if r#use.suits { r#use.state } else { "–" }.to_string()));
+        row.extend(
+            variant
+                .uses
+                .iter()
+                .map(|r#use| if r#use.suits { r#use.state.replace("available", "ready") } else { "–".into() }),
+        );
         let mut reasons = variant.uses.iter().filter(|r#use| r#use.suits).filter_map(|r#use| r#use.reason.clone());
         row.push(reasons.next().unwrap_or_default());
         table.add_row(row);
     }
     let whole_names = ColumnConstraint::ContentWidth;
     table.set_constraints(std::iter::repeat_n(whole_names, 1 + V_HEAD_DIMS.len()));
-    table.lines().map(|line| format!("  {}\n", line.trim_end())).collect()
+    let lines: String = table.lines().map(|line| format!("  {}\n", line.trim_end())).collect();
+    lines + LEGEND
 }

@@ -58,3 +58,50 @@ fn only<'a>(batch: &Batch<'a>, b: usize, key: u32, start: &'a [i32; 1]) -> Batch
     one.start = Start::Explicit(start);
     one
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use wgpu_attention::{HostMask, MaskKind, ScoreLayout, Window};
+
+    #[test]
+    fn weights_times_v_are_the_output() {
+        let desc = AttentionDesc {
+            heads: 2,
+            head_dim: 4,
+            v_head_dim: Some(3),
+            causal: true,
+            window: Window { left: Some(5), right: None },
+            softcap: Some(3.0),
+            alibi: Some(vec![0.1, 0.2]),
+            sinks: Some(vec![0.5, -1.0]),
+            bias: Some(wgpu_attention::DType::F32),
+            mask: Some(MaskKind::Bool),
+            lse: true,
+            ..AttentionDesc::default()
+        };
+        let (q, kv) = (Lengths::Ragged { offsets: &[0, 3, 10] }, Lengths::Ragged { offsets: &[0, 4, 9] });
+        let batch = Batch {
+            bias_layout: ScoreLayout::broadcast(&[2, 2, 7, 5], [2, 2, 7, 5]).unwrap(),
+            mask_layout: ScoreLayout::broadcast(&[2, 1, 1, 5], [2, 2, 7, 5]).unwrap(),
+            ..Batch::new(&desc, q, kv)
+        };
+        let wave = |count: usize, step: f32| (0..count).map(|i| (i as f32 * step).sin()).collect::<Vec<f32>>();
+        let (q, k, v, bias) = (wave(80, 0.7), wave(36, 1.3), wave(27, 2.1), wave(140, 0.9));
+        let mask = [1, 1, 0, 1, 1, 1, 0, 1, 1, 1];
+        let input = HostInput { q: &q, k: &k, v: &v, bias: Some(&bias), mask: HostMask::Bool(&mask) };
+        let (out, lse) = reference::attention::<f32>(&desc, &batch, &input).unwrap();
+        for (b, head) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
+            let found = weights(&desc, &batch, &input, &lse, b, head).unwrap();
+            assert_eq!((found.rows, found.keys, found.step), ([3, 7][b], [4, 5][b], 1));
+            for (row, values) in found.values.chunks(found.keys).enumerate() {
+                for d in 0..3 {
+                    let v_at = |key: usize| v[([0, 4][b] + key) * 3 + d];
+                    let sum: f32 = values.iter().enumerate().map(|(key, weight)| weight * v_at(key)).sum();
+                    let expected = out[([0, 3][b] + row) * 6 + head as usize * 3 + d];
+                    assert!((sum - expected).abs() < 1e-5, "{b} {head} {row} {d}: {sum}, expected {expected}");
+                }
+            }
+        }
+    }
+}
