@@ -1,6 +1,8 @@
 //! Attention on host slices: `cargo run --release --example attention`.
 
-use wgpu_attention::{Attention, AttentionDesc, Batch, HostInput, HostMask, Lengths, Runtime, RuntimeOptions, adapters};
+use wgpu_attention::{
+    Attention, AttentionDesc, Batch, HostInput, HostMask, Lengths, Runtime, RuntimeOptions, adapters,
+};
 
 pub fn main() -> Result<(), Box<dyn std::error::Error>> {
     let adapter = pollster::block_on(adapters()).into_iter().next().ok_or("no GPU adapter: install a Vulkan driver")?;

@@ -20,8 +20,7 @@ const KEYS: u32 = 256;
 impl App {
     fn new(device: wgpu::Device, queue: wgpu::Queue) -> Result<Self, wgpu_attention::Error> {
         // Once: probe the device and test the kernels on it. `runtime.verdicts()` can be kept for the next start.
-        let runtime =
-            pollster::block_on(Runtime::new(device.clone(), queue.clone(), RuntimeOptions::default()))?;
+        let runtime = pollster::block_on(Runtime::new(device.clone(), queue.clone(), RuntimeOptions::default()))?;
         let half = DType::F16;
         let desc = AttentionDesc {
             heads: 8,
@@ -92,6 +91,10 @@ pub fn main() -> Result<(), Box<dyn std::error::Error>> {
     if values.iter().any(|x| (x - 1.0).abs() > 1e-3) {
         return Err(format!("O should be 1 everywhere, but starts {:?}", &values[..4]).into());
     }
-    println!("three frames with {:?} on {}: O is 1, as it should be", app.attention.variants(), adapter.get_info().name);
+    println!(
+        "three frames with {:?} on {}: O is 1, as it should be",
+        app.attention.variants(),
+        adapter.get_info().name
+    );
     Ok(())
 }

@@ -5,6 +5,8 @@
 
 import package::parts::tile64::multiply;
 import package::parts::tile64::stage_turned;
+import package::parts::tile64::put_aside;
+import package::parts::tile64::aside;
 import package::parts::tile64::row_of;
 import package::parts::tile64::column_of;
 import package::parts::unfused::key_end;
@@ -40,6 +42,23 @@ fn stage_p_and_v(scores_first: u32, v_offset: u32, row: u32, key: u32, dim: u32,
     }
 }
 
+// Stores the half of the lane's sums that is aside, which begins with sum `first`.
+fn store(first: u32, workgroup: vec3<u32>, lane: u32) {
+    let plane = params.first_plane + workgroup.z;
+    let kv_head = plane % params.kv_heads;
+    for (var i = 0u; i < SUMS / 2u; i += 1u) {
+        let row = 64u * workgroup.y + row_of(first + i, lane);
+        let d = 64u * workgroup.x + 4u * column_of(first + i, lane);
+        let left = i32(params.v_dim) - i32(d);
+        if row < params.rows && left > 0 {
+            let factor = scores[(workgroup.z * params.rows + row) * params.pitch + params.pitch - 1u].x;
+            let head = kv_head * params.group + row % params.group;
+            let at = params.out_first + plane / params.kv_heads * params.out_batch + row / params.group * params.out_seq;
+            out::store4(at + head * params.out_head + d, aside(i, lane) * factor, left);
+        }
+    }
+}
+
 @compute @workgroup_size(WORKGROUP)
 fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
     let first_row = 64u * workgroup.y;
@@ -61,15 +80,9 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
         workgroupBarrier();
         multiply(&sums, lane);
     }
-    for (var i = 0u; i < SUMS; i += 1u) {
-        let row = first_row + row_of(i, lane);
-        let d = first_dim + 4u * column_of(i, lane);
-        let left = i32(params.v_dim) - i32(d);
-        if row < params.rows && left > 0 {
-            let factor = scores[scores_first + row * params.pitch + params.pitch - 1u].x;
-            let head = kv_head * params.group + row % params.group;
-            let at = params.out_first + sequence * params.out_batch + row / params.group * params.out_seq + head * params.out_head;
-            out::store4(at + d, sums[i] * factor, left);
-        }
-    }
+    workgroupBarrier(); // `stage` is free
+    put_aside(&sums, 0u, lane);
+    store(0u, workgroup, lane);
+    put_aside(&sums, SUMS / 2u, lane);
+    store(SUMS / 2u, workgroup, lane);
 }

@@ -76,7 +76,7 @@ pub fn all() -> Vec<Case> {
     cases.push(decode(f16, 16, 32, 8, 8192, 128));
     // A server's step: two prompts begin, one goes on, 61 sequences decode.
     let mut step = vec![(2048, 2048), (700, 700), (512, 4096)];
-    step.extend((0..61).map(|i| (1, 64 + 131 * i)));
+    step.extend((0..61).map(|i| (1, 64 + 41 * i)));
     cases.push(ragged(f16, 32, 8, 128, &step));
     cases
 }

@@ -55,5 +55,5 @@ pub use host::{HostInput, HostMask, HostOutput};
 pub use kernel::Variant;
 pub use ops::attention::{Attention, AttentionDesc, AttentionIo, Batch, Lengths, MaskKind, Schedule, Start, Window};
 pub use ops::merge::{Merge, MergeDesc, MergeIo, MergeLayout};
-pub use runtime::{Runtime, RuntimeOptions, Verdict, adapters};
+pub use runtime::{Runtime, RuntimeOptions, SelfTest, Verdict, adapters};
 pub use view::{DType, Layout, ScoreLayout, View};

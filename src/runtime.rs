@@ -18,14 +18,27 @@ pub enum Verdict {
     Failed(String),
 }
 
+/// Which variants [`Runtime::new`] tests on the device, if they have no verdict yet. Others are not used, except the
+/// portable ones, which serve without.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum SelfTest {
+    /// Those that would be chosen, and where one fails, those that would be chosen instead.
+    #[default]
+    Chosen,
+    /// All that the device can run: to compare them, or to force one by name.
+    All,
+    /// None.
+    Skip,
+}
+
 /// How to set up a [`Runtime`].
 #[derive(Clone, Debug, Default)]
 pub struct RuntimeOptions {
     /// Verdicts from [`Runtime::verdicts`] of an earlier run. They count only for the same adapter, driver and crate
     /// version; anything else, damaged bytes included, is ignored.
     pub verdicts: Option<Vec<u8>>,
-    /// Do not run the self-test for variants without a verdict: they are not used, the portable variants serve.
-    pub skip_self_test: bool,
+    /// What to test.
+    pub self_test: SelfTest,
     /// Compiled pipelines from [`Runtime::pipeline_cache`] of an earlier run, for devices with
     /// [`wgpu::Features::PIPELINE_CACHE`]; data of another adapter or driver is ignored.
     pub pipeline_cache: Option<Vec<u8>>,
@@ -73,7 +86,8 @@ pub async fn adapters() -> Vec<wgpu::Adapter> {
 }
 
 impl Runtime {
-    /// Probes the device and tests the variants that it could run, a second or so unless `options` brings verdicts.
+    /// Probes the device and tests the variants that would be chosen on it: some seconds where their pipelines are
+    /// compiled for the first time, nothing if `options` brings verdicts.
     ///
     /// ```no_run
     /// # async fn f(device: wgpu::Device, queue: wgpu::Queue) -> wgpu_attention::Result<()> {
@@ -145,18 +159,23 @@ impl Runtime {
         runtime.probe().await?;
         let caps = runtime.caps().clone().masked(&options.mask);
         runtime.own().caps = caps;
-        if !options.skip_self_test {
-            for variant in runtime.inner.attention_variants.clone() {
-                if !runtime.inner.verdicts.contains_key(variant.name) && runtime.caps().has(&variant.needs).is_ok() {
-                    let verdict = attention::self_test(&runtime, &variant).await?;
-                    if let Verdict::Failed(reason) = &verdict {
-                        log::warn!("{} is not used on {}: {reason}", variant.name, runtime.caps().info.name);
-                    }
-                    runtime.own().verdicts.insert(variant.name.to_string(), verdict);
-                }
+        loop {
+            let wanted = match options.self_test {
+                SelfTest::Skip => Vec::new(),
+                SelfTest::Chosen => attention::first_choices(&runtime),
+                SelfTest::All => runtime.inner.attention_variants.clone(),
+            };
+            let untested = |row: &Variant<AttentionDesc>| runtime.verdict(row.name).is_none();
+            let Some(row) = wanted.into_iter().find(|row| untested(row) && runtime.caps().has(&row.needs).is_ok())
+            else {
+                return Ok(runtime);
+            };
+            let verdict = attention::self_test(&runtime, &row).await?;
+            if let Verdict::Failed(reason) = &verdict {
+                log::warn!("{} is not used on {}: {reason}", row.name, runtime.caps().info.name);
             }
+            runtime.own().verdicts.insert(row.name.to_string(), verdict);
         }
-        Ok(runtime)
     }
 
     /// During construction nobody else holds the runtime.

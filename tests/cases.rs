@@ -232,7 +232,8 @@ fn case_30_a_mask_larger_than_the_sequence() {
         batch.mask_layout = ScoreLayout { offset: 5, batch: 0, head: 0, row: 64, key: 1 };
         let mut tensors = Tensors::random(desc, &batch, &mut Data::new(30));
         // Blocks of 16 × 16, some visible.
-        let mask = (0..5 + 64 * 64).map(|i: u32| u8::from((i.saturating_sub(5) / 1024 + i % 64 / 16).is_multiple_of(2)));
+        let mask =
+            (0..5 + 64 * 64).map(|i: u32| u8::from((i.saturating_sub(5) / 1024 + i % 64 / 16).is_multiple_of(2)));
         tensors.bool_mask = Some(mask.collect());
         check(what, runtime, desc, &batch, &tensors);
     });
@@ -349,7 +350,9 @@ fn cases_42_43_bias_shapes_and_past() {
 #[test]
 fn cases_29_45_odd_sizes() {
     each(over(base(1, 1, 4)), |what, runtime, desc| {
-        for (q_len, kv_len, head_dim, v_dim) in [(500, 3, 1, 1), (7, 501, 3, 2), (513, 65, 33, 31), (33, 97, 65, 67), (127, 255, 7, 5)] {
+        for (q_len, kv_len, head_dim, v_dim) in
+            [(500, 3, 1, 1), (7, 501, 3, 2), (513, 65, 33, 31), (33, 97, 65, 67), (127, 255, 7, 5)]
+        {
             let desc = AttentionDesc { head_dim, v_head_dim: Some(v_dim), ..desc.clone() };
             let batch = Batch::new(&desc, uniform(1, q_len), uniform(1, kv_len));
             let tensors = Tensors::random(&desc, &batch, &mut Data::new(45));
@@ -369,7 +372,13 @@ fn cases_47_50_default_limits() {
         let runtime = block(Runtime::new(device, queue, RuntimeOptions::default())).unwrap();
         for (head_dim, v_dim, dtype) in [(64, 64, DType::F16), (576, 512, DType::Bf16), (40, 200, DType::F32)] {
             let types = AttentionDesc { q_dtype: dtype, kv_dtype: dtype, out_dtype: dtype, ..base(2, 1, head_dim) };
-            let desc = AttentionDesc { v_head_dim: Some(v_dim), causal: true, bias: Some(dtype), mask: Some(MaskKind::Bits), ..types };
+            let desc = AttentionDesc {
+                v_head_dim: Some(v_dim),
+                causal: true,
+                bias: Some(dtype),
+                mask: Some(MaskKind::Bits),
+                ..types
+            };
             let mut batch = Batch::new(&desc, uniform(1, 20), uniform(1, 40));
             let mut tensors = Tensors::random(&desc, &batch, &mut Data::new(47));
             batch.mask_layout = ScoreLayout::broadcast_bits(&[40], [1, 2, 20, 40]).unwrap();
@@ -377,7 +386,11 @@ fn cases_47_50_default_limits() {
             tensors.bit_mask = Some(vec![0xffff_0fff, 0xff]);
             tensors.bias = Some(Data::new(48).tensor(40, dtype));
             let what = format!("{name}, {head_dim}, {v_dim}, {dtype}");
-            assert_eq!(runtime.caps().limits.max_storage_buffers_per_shader_stage, 8, "this is to test 8 storage buffers");
+            assert_eq!(
+                runtime.caps().limits.max_storage_buffers_per_shader_stage,
+                8,
+                "this is to test 8 storage buffers"
+            );
             check(&what, &runtime, &desc, &batch, &tensors);
         }
     }
@@ -414,7 +427,10 @@ fn many_equal_keys() {
         let mut tensors = Tensors::random(&desc, &batch, &mut Data::new(50));
         tensors.k.fill(0.25);
         let got = run(runtime, &desc, &batch, &tensors);
-        assert!((f64::from(got.lse[0]) - (f64::from(0.125f32 * tensors.q.iter().sum::<f32>()) + 1e5f64.ln())).abs() < 1e-4, "{name}");
+        assert!(
+            (f64::from(got.lse[0]) - (f64::from(0.125f32 * tensors.q.iter().sum::<f32>()) + 1e5f64.ln())).abs() < 1e-4,
+            "{name}"
+        );
         for d in 0..4 {
             let mean = tensors.v.iter().skip(d).step_by(4).map(|x| f64::from(*x)).sum::<f64>() / 1e5;
             assert!((f64::from(got.out[d]) - mean).abs() < 1e-5, "{name}: {} is not {mean}", got.out[d]);
@@ -425,18 +441,26 @@ fn many_equal_keys() {
 /// f16 at the ends of its range: subnormals, the largest number, values of f32 V too large for an f16 O.
 #[test]
 fn ends_of_the_f16_range() {
-    each(over(AttentionDesc { kv_dtype: DType::F16, out_dtype: DType::F16, ..base(1, 1, 4) }), |what, runtime, desc| {
-        let batch = Batch::new(desc, uniform(1, 4), uniform(1, 1));
-        for v in [6e-8f32, 3.1e-5, 6.1e-5, 65504.0, -65504.0, 1e-3] {
-            let v = DType::F16.round(v);
-            let tensors = Tensors { q: vec![0.5; 16], k: vec![0.5; 4], v: vec![v; 4], ..Tensors::default() };
-            let got = run(runtime, desc, &batch, &tensors);
-            assert!(got.out.iter().all(|x| *x == v), "{what}: {v} came out as {}", got.out[0]);
-        }
-        let desc = AttentionDesc { kv_dtype: DType::F32, ..desc.clone() };
-        let tensors = Tensors { q: vec![0.5; 16], k: vec![0.5; 4], v: vec![1e6, -1e6, 65510.0, f32::NAN], ..Tensors::default() };
-        let got = run(runtime, &desc, &batch, &tensors);
-        assert_eq!(got.out[..3], [f32::INFINITY, f32::NEG_INFINITY, 65504.0], "{what}");
-        assert!(got.out[3].is_nan() || !runtime.caps().keeps_nan, "{what}");
-    });
+    each(
+        over(AttentionDesc { kv_dtype: DType::F16, out_dtype: DType::F16, ..base(1, 1, 4) }),
+        |what, runtime, desc| {
+            let batch = Batch::new(desc, uniform(1, 4), uniform(1, 1));
+            for v in [6e-8f32, 3.1e-5, 6.1e-5, 65504.0, -65504.0, 1e-3] {
+                let v = DType::F16.round(v);
+                let tensors = Tensors { q: vec![0.5; 16], k: vec![0.5; 4], v: vec![v; 4], ..Tensors::default() };
+                let got = run(runtime, desc, &batch, &tensors);
+                assert!(got.out.iter().all(|x| *x == v), "{what}: {v} came out as {}", got.out[0]);
+            }
+            let desc = AttentionDesc { kv_dtype: DType::F32, ..desc.clone() };
+            let tensors = Tensors {
+                q: vec![0.5; 16],
+                k: vec![0.5; 4],
+                v: vec![1e6, -1e6, 65510.0, f32::NAN],
+                ..Tensors::default()
+            };
+            let got = run(runtime, &desc, &batch, &tensors);
+            assert_eq!(got.out[..3], [f32::INFINITY, f32::NEG_INFINITY, 65504.0], "{what}");
+            assert!(got.out[3].is_nan() || !runtime.caps().keeps_nan, "{what}");
+        },
+    );
 }

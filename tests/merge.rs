@@ -14,7 +14,8 @@ fn merge(runtime: &Runtime, desc: &MergeDesc, layout: &MergeLayout, o: &[f32], l
     let len = rows * heads * dim;
     let out = runtime.buffer("out", len * desc.out_dtype.size(), usage).unwrap();
     let out_lse = runtime.buffer("out lse", rows * heads * 4, usage).unwrap();
-    let io = MergeIo { states: (&states).into(), lse: (&weights).into(), out: (&out).into(), out_lse: (&out_lse).into() };
+    let io =
+        MergeIo { states: (&states).into(), lse: (&weights).into(), out: (&out).into(), out_lse: (&out_lse).into() };
     let mut encoder = runtime.device().create_command_encoder(&Default::default());
     merge.record(&mut encoder, &io).unwrap();
     runtime.queue().submit([encoder.finish()]);
@@ -37,7 +38,9 @@ fn desc(heads: u32, v_head_dim: u32) -> MergeDesc {
 fn merges_match_the_oracle() {
     for (name, runtime) in runtimes() {
         for (turn, dtype) in DType::ALL.into_iter().enumerate() {
-            for (states, rows, heads, dim) in [(2, 5, 3, 8), (1, 1, 1, 1), (7, 33, 2, 13), (3, 4, 2, 512), (0, 3, 2, 4), (2, 0, 2, 4)] {
+            for (states, rows, heads, dim) in
+                [(2, 5, 3, 8), (1, 1, 1, 1), (7, 33, 2, 13), (3, 4, 2, 512), (0, 3, 2, 4), (2, 0, 2, 4)]
+            {
                 let sinks = (turn == 1).then(|| (0..heads).map(|h| h as f32 - 0.5).collect());
                 let desc = MergeDesc { state_dtype: dtype, out_dtype: dtype, sinks, ..desc(heads, dim) };
                 let layout = contiguous(states, rows, &desc);
@@ -58,7 +61,11 @@ fn merges_match_the_oracle() {
                 let (out, sums) = merge(runtime, &desc, &layout, &o, &lse);
                 let (want, want_lse) = reference::merge::<f64>(&desc, &layout, &o, &lse).unwrap();
                 let what = format!("{name}: {dtype}, {states} states, {rows} rows, dim {dim}");
-                let ulp = if dtype == DType::F32 { 4e-6 } else { 4.0 * 2f64.powi(if dtype == DType::F16 { -10 } else { -7 }) };
+                let ulp = if dtype == DType::F32 {
+                    4e-6
+                } else {
+                    4.0 * 2f64.powi(if dtype == DType::F16 { -10 } else { -7 })
+                };
                 compare(&out, &want, 4.0 * ulp, &what);
                 compare(&sums, &want_lse, 4e-3, &what);
             }
@@ -77,7 +84,11 @@ fn cases_4_5_empty_states() {
         let nan = [f32::NAN; 4];
         let one = [1.0, 2.0, 3.0, 4.0];
         let both = |a: [f32; 4], b: [f32; 4]| [a, b].concat();
-        assert_eq!(merge(runtime, &desc, &layout, &both(nan, nan), &[none, none]), (vec![0.0; 4], vec![none]), "{name}");
+        assert_eq!(
+            merge(runtime, &desc, &layout, &both(nan, nan), &[none, none]),
+            (vec![0.0; 4], vec![none]),
+            "{name}"
+        );
         for empty in [none, f32::INFINITY] {
             let (out, lse) = merge(runtime, &desc, &layout, &both(one, nan), &[0.5, empty]);
             assert_eq!((out, lse), (one.to_vec(), vec![0.5]), "{name}");
@@ -92,7 +103,14 @@ fn cases_4_5_empty_states() {
 fn case_6_prefix_and_suffix() {
     for (name, runtime) in runtimes() {
         for sinks in [None, Some(vec![0.25, -2.0])] {
-            let flat = AttentionDesc { heads: 2, head_dim: 8, lse: true, causal: true, sinks: sinks.clone(), ..Default::default() };
+            let flat = AttentionDesc {
+                heads: 2,
+                head_dim: 8,
+                lse: true,
+                causal: true,
+                sinks: sinks.clone(),
+                ..Default::default()
+            };
             let (prefix, suffix) = (3072u32, 64u32);
             let uniform = |len| Lengths::Uniform { batch: 1, len };
             let whole = Batch::new(&flat, uniform(suffix), uniform(prefix + suffix));
@@ -114,7 +132,8 @@ fn case_6_prefix_and_suffix() {
             let second = run(&part, &Batch { kv: uniform(suffix), ..whole }, &k[cut..], &v[cut..]);
             let desc = MergeDesc { sinks, ..desc(2, 8) };
             let layout = contiguous(2, suffix, &desc);
-            let (out, lse) = merge(runtime, &desc, &layout, &[first.out, second.out].concat(), &[first.lse, second.lse].concat());
+            let (out, lse) =
+                merge(runtime, &desc, &layout, &[first.out, second.out].concat(), &[first.lse, second.lse].concat());
             let as_f64 = |x: &[f32]| x.iter().map(|x| f64::from(*x)).collect::<Vec<_>>();
             compare(&out, &as_f64(&expected.out), 2e-6, name);
             compare(&lse, &as_f64(&expected.lse), 2e-5, name);

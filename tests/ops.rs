@@ -11,7 +11,14 @@ fn uniform(batch: u32, len: u32) -> Lengths<'static> {
     Lengths::Uniform { batch, len }
 }
 
-fn check(name: &str, runtime: &Runtime, desc: &AttentionDesc, batch: &Batch, tensors: &Tensors, what: &str) -> HostOutput {
+fn check(
+    name: &str,
+    runtime: &Runtime,
+    desc: &AttentionDesc,
+    batch: &Batch,
+    tensors: &Tensors,
+    what: &str,
+) -> HostOutput {
     let expected = Expected::of(desc, batch, &tensors.input());
     check_against(name, runtime, desc, batch, tensors, &expected, what)
 }
@@ -116,7 +123,9 @@ fn every_variant_over_shapes() {
 
 /// Link-time options: storage of Q, K/V, O, whether rows are multiples of four elements, bias, mask, LSE. A covering
 /// array: every pair of values of two columns stands in some row.
-const CONFIGS: &[(DType, DType, DType, bool, Option<DType>, Option<MaskKind>, bool)] = {
+type Config = (DType, DType, DType, bool, Option<DType>, Option<MaskKind>, bool);
+
+const CONFIGS: &[Config] = {
     use DType::{Bf16, F16, F32};
     use MaskKind::{Bits, Bool};
     &[
@@ -271,7 +280,9 @@ fn layouts_and_interleaved_keys_and_values() {
             let (from, to) = (Layout::bshd(len, heads, 8), Layout::bhsd(len, heads, 8));
             let mut out = vec![0.0; x.len()];
             for (b, s, h) in (0..2).flat_map(|b| (0..len).flat_map(move |s| (0..heads).map(move |h| (b, s, h)))) {
-                let at = |layout: &Layout| (b * layout.batch + u64::from(s) * layout.seq + u64::from(h) * layout.head) as usize;
+                let at = |layout: &Layout| {
+                    (b * layout.batch + u64::from(s) * layout.seq + u64::from(h) * layout.head) as usize
+                };
                 out[at(&to)..at(&to) + 8].copy_from_slice(&x[at(&from)..at(&from) + 8]);
             }
             out
@@ -310,7 +321,14 @@ fn layouts_and_interleaved_keys_and_values() {
 fn odd_rows_of_halves_leave_their_neighbours() {
     for (name, runtime) in runtimes() {
         for dtype in [DType::F16, DType::Bf16] {
-            let desc = AttentionDesc { heads: 3, kv_heads: 3, head_dim: 5, v_head_dim: Some(7), out_dtype: dtype, ..Default::default() };
+            let desc = AttentionDesc {
+                heads: 3,
+                kv_heads: 3,
+                head_dim: 5,
+                v_head_dim: Some(7),
+                out_dtype: dtype,
+                ..Default::default()
+            };
             let mut batch = Batch::new(&desc, uniform(1, 33), uniform(1, 9));
             // Rows of 9 elements with 7 used: the two between, and the first, keep their bits.
             batch.out_layout = Layout { offset: 1, batch: 0, seq: 27, head: 9 };
@@ -322,7 +340,15 @@ fn odd_rows_of_halves_leave_their_neighbours() {
             let (q, k, v) = (up(&tensors.q), up(&tensors.k), up(&tensors.v));
             let canary = vec![0xabu8; 2 * 900];
             let out = runtime.upload("out", &canary, storage).unwrap();
-            let io = AttentionIo { q: (&q).into(), k: (&k).into(), v: (&v).into(), out: (&out).into(), lse: None, bias: None, mask: None };
+            let io = AttentionIo {
+                q: (&q).into(),
+                k: (&k).into(),
+                v: (&v).into(),
+                out: (&out).into(),
+                lse: None,
+                bias: None,
+                mask: None,
+            };
             let mut encoder = runtime.device().create_command_encoder(&Default::default());
             attention.record(&mut encoder, &schedule, &io).unwrap();
             runtime.queue().submit([encoder.finish()]);
@@ -332,7 +358,9 @@ fn odd_rows_of_halves_leave_their_neighbours() {
             for i in 0..900usize {
                 let inside = i >= 1 && (i - 1) % 9 < 7 && (i - 1) / 9 < 99;
                 match inside {
-                    false => assert_eq!(bytes[2 * i..2 * i + 2], [0xab, 0xab], "{name}: {dtype}: element {i} was touched"),
+                    false => {
+                        assert_eq!(bytes[2 * i..2 * i + 2], [0xab, 0xab], "{name}: {dtype}: element {i} was touched")
+                    }
                     true => assert!((f64::from(got[i]) - expected.out[i]).abs() < 0.03, "{name}: {dtype}: element {i}"),
                 }
             }
@@ -431,11 +459,18 @@ fn a_broken_row_is_found_and_not_used() {
         // A kernel that looks for ALiBi in another flag and so leaves it out.
         for row in &mut rows {
             if row.name == "attention.tall.portable.q64k32" {
-                row.values =
-                    &[("WORKGROUP", 128), ("TEAM", 8), ("KEY_VECS", 1), ("DIM_STEP", 8), ("KEY_STEP", 8), ("ALIBI", 16)];
+                row.values = &[
+                    ("WORKGROUP", 128),
+                    ("TEAM", 8),
+                    ("KEY_VECS", 1),
+                    ("DIM_STEP", 8),
+                    ("KEY_STEP", 8),
+                    ("ALIBI", 16),
+                ];
             }
         }
-        let options = RuntimeOptions { attention_variants: Some(rows), ..RuntimeOptions::default() };
+        let options =
+            RuntimeOptions { attention_variants: Some(rows), self_test: SelfTest::All, ..RuntimeOptions::default() };
         let broken = block(Runtime::new(runtime.device().clone(), runtime.queue().clone(), options)).unwrap();
         let verdict = broken.verdict("attention.tall.portable.q64k32").unwrap();
         assert!(matches!(verdict, Verdict::Failed(_)), "{name}: {verdict:?}");
@@ -459,7 +494,7 @@ fn a_broken_row_is_found_and_not_used() {
 #[test]
 fn untested_rows_are_not_used() {
     for (_, runtime) in runtimes() {
-        let options = RuntimeOptions { skip_self_test: true, ..RuntimeOptions::default() };
+        let options = RuntimeOptions { self_test: SelfTest::Skip, ..RuntimeOptions::default() };
         let untested = block(Runtime::new(runtime.device().clone(), runtime.queue().clone(), options)).unwrap();
         let attention = Attention::new(&untested, &AttentionDesc::default()).unwrap();
         assert!(attention.variants().iter().all(|name| name.contains("portable")), "{:?}", attention.variants());

@@ -24,7 +24,8 @@ fn emulated(features: wgpu::Features, subgroup: (u32, u32), mask: CapsMask) -> R
     let adapter = block(instance.request_adapter(&Default::default())).unwrap();
     let device = wgpu::DeviceDescriptor { required_features: features, ..Default::default() };
     let (device, queue) = block(adapter.request_device(&device)).unwrap();
-    block(Runtime::new(device, queue, RuntimeOptions { mask, ..RuntimeOptions::default() })).unwrap()
+    block(Runtime::new(device, queue, RuntimeOptions { mask, self_test: SelfTest::All, ..RuntimeOptions::default() }))
+        .unwrap()
 }
 
 fn plain() -> Runtime {
@@ -63,16 +64,23 @@ fn emulated_adapters_choose_the_expected_rows() {
     assert_eq!(chosen(&emulated(wgpu::Features::SUBGROUP, (32, 32), mask), 64), portable);
     // Little workgroup memory: the row that fits.
     let mask = CapsMask { workgroup_bytes: Some(12 << 10), ..CapsMask::default() };
-    assert_eq!(chosen(&emulated(wgpu::Features::empty(), (4, 4), mask), 32), names("portable.q16k64", "portable.q16k64"));
+    assert_eq!(
+        chosen(&emulated(wgpu::Features::empty(), (4, 4), mask), 32),
+        names("portable.q16k64", "portable.q16k64")
+    );
     // Few invocations.
     let mask = CapsMask { invocations: Some(64), ..CapsMask::default() };
-    assert_eq!(chosen(&emulated(wgpu::Features::empty(), (4, 4), mask), 32), names("portable.q16k64", "portable.q16k64"));
+    assert_eq!(
+        chosen(&emulated(wgpu::Features::empty(), (4, 4), mask), 32),
+        names("portable.q16k64", "portable.q16k64")
+    );
 }
 
 #[test]
 fn forced_variants() {
     let runtime = emulated(wgpu::Features::SUBGROUP, (32, 32), CapsMask::default());
-    let forced = |name: &str| Attention::new(&runtime, &AttentionDesc { variant: Some(name.into()), ..Default::default() });
+    let forced =
+        |name: &str| Attention::new(&runtime, &AttentionDesc { variant: Some(name.into()), ..Default::default() });
     assert_eq!(forced("attention.tall.portable.q64k32").unwrap().variants(), ["attention.tall.portable.q64k32"]);
     let portable = ["attention.short.portable.q16k64", "attention.tall.portable.q64k32"];
     assert_eq!(forced("portable").unwrap().variants(), portable);
@@ -136,7 +144,10 @@ fn check_coverage(runtime: &Runtime, desc: &AttentionDesc, q_lens: &[u32], kv_le
     let attention = Attention::new(runtime, desc).unwrap();
     let offsets = |lens: &[u32]| {
         let mut all = vec![0];
-        all.extend(lens.iter().scan(0, |sum, len| { *sum += len; Some(*sum) }));
+        all.extend(lens.iter().scan(0, |sum, len| {
+            *sum += len;
+            Some(*sum)
+        }));
         all
     };
     let (q, kv) = (offsets(q_lens), offsets(kv_lens));
@@ -165,9 +176,14 @@ fn check_coverage(runtime: &Runtime, desc: &AttentionDesc, q_lens: &[u32], kv_le
             assert!(have.windows(2).all(|pair| pair[0].1 == pair[1].0), "{have:?}");
             let position = batch.start_of(b) + i64::from(row / group);
             let low = window.left.map_or(0, |left| (position - i64::from(left)).max(0));
-            let high = window.right.map_or(i64::from(kv_lens[b]), |right| (position + i64::from(right) + 1).min(kv_lens[b].into()));
+            let high = window
+                .right
+                .map_or(i64::from(kv_lens[b]), |right| (position + i64::from(right) + 1).min(kv_lens[b].into()));
             if low < high {
-                assert!(i64::from(have[0].0) <= low && i64::from(have[have.len() - 1].1) >= high, "{have:?} {low}…{high}");
+                assert!(
+                    i64::from(have[0].0) <= low && i64::from(have[have.len() - 1].1) >= high,
+                    "{have:?} {low}…{high}"
+                );
             }
             assert!(have[have.len() - 1].1 <= kv_lens[b]);
         }
@@ -224,8 +240,16 @@ fn planning_is_cheap_and_deterministic() {
     let lens: Vec<u32> = (0..256).map(|i| 100 + i * 13 % 2000).collect();
     let kv = Lengths::Padded { max_len: 4096, lens: &lens };
     let batch = Batch::new(&desc, Lengths::Uniform { batch: 256, len: 1 }, kv);
-    let first = attention.planned_items(&Batch { k_layout: Layout { batch: 0, ..batch.k_layout }, v_layout: Layout { batch: 0, ..batch.v_layout }, ..batch });
-    let again = attention.planned_items(&Batch { k_layout: Layout { batch: 0, ..batch.k_layout }, v_layout: Layout { batch: 0, ..batch.v_layout }, ..batch });
+    let first = attention.planned_items(&Batch {
+        k_layout: Layout { batch: 0, ..batch.k_layout },
+        v_layout: Layout { batch: 0, ..batch.v_layout },
+        ..batch
+    });
+    let again = attention.planned_items(&Batch {
+        k_layout: Layout { batch: 0, ..batch.k_layout },
+        v_layout: Layout { batch: 0, ..batch.v_layout },
+        ..batch
+    });
     assert_eq!(first.unwrap(), again.unwrap());
 }
 

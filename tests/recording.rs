@@ -129,7 +129,12 @@ fn cases_36_52_one_plan_many_times() {
             encoder.copy_buffer_to_buffer(&new.inputs, 0, &old.inputs, 0, old.inputs.size());
             attention.record(encoder, &schedule, &old.io()).unwrap();
         });
-        let moved = Scene { out: old.out.clone(), lse: old.lse.clone(), inputs: old.inputs.clone(), ..Scene::new(runtime, attention.desc(), &batch, 31) };
+        let moved = Scene {
+            out: old.out.clone(),
+            lse: old.lse.clone(),
+            inputs: old.inputs.clone(),
+            ..Scene::new(runtime, attention.desc(), &batch, 31)
+        };
         moved.check(runtime, &format!("{name}: new data in the same buffers"));
     }
 }
@@ -224,12 +229,15 @@ fn pipeline_caches_are_checked() {
         let verdicts = Some(runtime.verdicts());
         let Some(kept) = runtime.pipeline_cache() else { continue };
         for bytes in [kept.clone(), kept[..kept.len() / 2].to_vec(), Vec::new(), vec![7; 1000]] {
-            let options = RuntimeOptions { pipeline_cache: Some(bytes), verdicts: verdicts.clone(), ..Default::default() };
+            let options =
+                RuntimeOptions { pipeline_cache: Some(bytes), verdicts: verdicts.clone(), ..Default::default() };
             let runtime = block(Runtime::open(&adapter, options)).unwrap();
             let attention = Attention::new(&runtime, &desc()).unwrap();
             let batch = Batch::new(attention.desc(), uniform(1, 4), uniform(1, 40));
             let scene = Scene::new(&runtime, attention.desc(), &batch, 52);
-            submit(&runtime, |encoder| attention.record(encoder, &attention.schedule(&batch).unwrap(), &scene.io()).unwrap());
+            submit(&runtime, |encoder| {
+                attention.record(encoder, &attention.schedule(&batch).unwrap(), &scene.io()).unwrap()
+            });
             scene.check(&runtime, &short_name(&adapter.get_info()));
         }
     }

@@ -9,11 +9,11 @@ use wgpu_attention::shader::{self, Link, Linked, Target};
 use wgpu_attention::{Needs, ops};
 
 fn modules() -> Vec<(String, Needs, Link)> {
-    let probe = |file: &'static str, needs| (file.to_string(), needs, Link { file, subgroups: needs != Needs::NONE, ..Link::default() });
+    let probe = |file: &'static str, needs| {
+        (file.to_string(), needs, Link { file, subgroups: needs != Needs::NONE, ..Link::default() })
+    };
     let mut all = vec![probe("probe", Needs::NONE), probe("probe_subgroup", Needs::subgroup(1))];
-    all.extend(ops::attention::links());
-    all.extend(ops::merge::links());
-    all.extend(ops::unfused::links());
+    all.extend(ops::links());
     all
 }
 
@@ -26,7 +26,8 @@ fn validated(name: &str, needs: &Needs, linked: &Linked) -> (naga::Module, naga:
         capabilities |= Capabilities::SUBGROUP;
     }
     let mut validator = Validator::new(ValidationFlags::all(), capabilities);
-    let info = validator.validate(&module).unwrap_or_else(|error| panic!("{name}: {}", error.emit_to_string(&linked.text)));
+    let info =
+        validator.validate(&module).unwrap_or_else(|error| panic!("{name}: {}", error.emit_to_string(&linked.text)));
     (module, info)
 }
 

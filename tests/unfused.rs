@@ -74,7 +74,7 @@ fn small(adapter: &wgpu::Adapter) -> Runtime {
     let required_limits = wgpu::Limits { max_storage_buffer_binding_size: 256 << 10, ..Default::default() };
     let descriptor = wgpu::DeviceDescriptor { required_limits, ..Default::default() };
     let (device, queue) = block(adapter.request_device(&descriptor)).unwrap();
-    let options = RuntimeOptions { skip_self_test: true, ..Default::default() };
+    let options = RuntimeOptions { self_test: SelfTest::Skip, ..Default::default() };
     block(Runtime::new(device, queue, options)).unwrap()
 }
 

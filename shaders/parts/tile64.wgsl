@@ -49,3 +49,15 @@ fn row_of(i: u32, lane: u32) -> u32 {
 fn column_of(i: u32, lane: u32) -> u32 {
     return i % COLUMN_VECS * ACROSS + lane % ACROSS;
 }
+
+// Half of the lane's sums to slots of its own in `stage`, from where a loop of any length can take them. A loop over `sums`
+// itself must be short: a compiler that does not unroll it keeps them in memory, which halves the speed of the whole kernel.
+fn put_aside(sums: ptr<function, array<vec4<f32>, SUMS>>, first: u32, lane: u32) {
+    for (var i = 0u; i < SUMS / 2u; i += 1u) {
+        stage[i * WORKGROUP + lane] = (*sums)[first + i];
+    }
+}
+
+fn aside(i: u32, lane: u32) -> vec4<f32> {
+    return stage[i * WORKGROUP + lane];
+}

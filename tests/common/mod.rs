@@ -5,7 +5,7 @@ use std::sync::OnceLock;
 
 use rand::{Rng, SeedableRng};
 use wgpu_attention::{
-    AttentionDesc, Batch, DType, HostInput, HostMask, HostOutput, Lengths, Runtime, RuntimeOptions, reference,
+    AttentionDesc, Batch, DType, HostInput, HostMask, HostOutput, Lengths, Runtime, RuntimeOptions, SelfTest, reference,
 };
 
 /// Runs an async test.
@@ -36,7 +36,10 @@ pub fn runtimes() -> &'static [(String, Runtime)] {
             if found.iter().any(|(other, _)| *other == name) {
                 continue; // the same adapter through a second loader entry
             }
-            let runtime = block(Runtime::open(&adapter, RuntimeOptions::default()));
+            let runtime = block(Runtime::open(
+                &adapter,
+                RuntimeOptions { self_test: SelfTest::All, ..RuntimeOptions::default() },
+            ));
             found.push((name.clone(), runtime.unwrap_or_else(|error| panic!("{name}: {error}"))));
         }
         let names: Vec<_> = found.iter().map(|(name, _)| name.clone()).collect();

@@ -1,22 +1,24 @@
 //! `bench`: every case on every variant the adapter can run, checked first, then timed in turns.
 
+mod table;
+
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
-use comfy_table::{Attribute, Cell, CellAlignment, Table};
 use indicatif::{ProgressBar, ProgressStyle};
 use pollster::block_on;
 use wgpu_attention::cases::{self, Case, Check};
 use wgpu_attention::measure::{CaseBuffers, Timer, Work};
 use wgpu_attention::ops::attention;
 use wgpu_attention::report::{AdapterReport, CaseReport, Method, Report, Skipped, Times, VariantReport};
-use wgpu_attention::{Error, Runtime};
+use wgpu_attention::{Error, Runtime, SelfTest};
 
 use crate::{Global, device, terminal};
 
+/// Measure every kernel on named cases; an output is checked before its time counts
 #[derive(clap::Args, Debug)]
 pub struct BenchArgs {
     /// Only cases with this in their name
@@ -56,7 +58,13 @@ pub fn run(args: &BenchArgs, global: &Global) -> Result<()> {
     if args.list {
         return list(&cases);
     }
-    let (_, runtime) = device::open(global)?;
+    if let Some(wanted) = &global.variant {
+        let names: Vec<_> = attention::variants().iter().map(|row| row.name).collect();
+        if !names.iter().any(|name| is_named(name, wanted)) {
+            bail!("no variant is named `{wanted}`; there are {}, and parts of them like `portable`", names.join(", "));
+        }
+    }
+    let (_, runtime) = device::open(global, SelfTest::All)?;
     let timer = Timer::new(&runtime)?;
     let mut report = Report {
         version: env!("CARGO_PKG_VERSION").into(),
@@ -86,8 +94,8 @@ pub fn run(args: &BenchArgs, global: &Global) -> Result<()> {
     if let Some(path) = &args.json {
         write(path, &report.to_json())?;
     }
-    terminal::print(show(&report))?;
-    let failed = failures(&report).len();
+    terminal::print(table::show(&report))?;
+    let failed = table::failures(&report).len();
     if failed > 0 {
         bail!("{failed} outputs were wrong; they have no times");
     }
@@ -110,7 +118,7 @@ fn chosen(args: &BenchArgs) -> Result<Vec<Case>> {
 }
 
 fn list(cases: &[Case]) -> Result<()> {
-    let mut table = table(&["case", "GFLOP", "MB"]);
+    let mut table = table::table(&["case", "GFLOP", "MB"]);
     for case in cases {
         let (flops, bytes) = (terminal::digits(case.flops() * 1e-9), terminal::digits(case.bytes() * 1e-6));
         table.add_row([case.name.as_str(), &flops, &bytes]);
@@ -210,16 +218,8 @@ impl Bench<'_> {
         let decode = |bytes: &[u8]| case.desc.out_dtype.decode(bytes, case.elements()[3] as usize);
         let yardstick = decode(&block_on(portable.output(self.runtime, &buffers))?);
         let mut contenders = Vec::new();
-        for (name, work) in self.works(case, portable) {
+        for (name, work) in self.works(case, portable, &mut report.skipped)? {
             self.tell(case, &format!("checking {name}"));
-            let work = match work {
-                Ok(work) => work,
-                Err(error @ Error::DeviceLost(_)) => return Err(error.into()),
-                Err(error) => {
-                    report.skipped.push(Skipped { name, reason: error.to_string() });
-                    continue;
-                }
-            };
             let bytes = block_on(work.output(self.runtime, &buffers))?;
             let out = decode(&bytes);
             let right =
@@ -246,27 +246,32 @@ impl Bench<'_> {
     }
 
     /// The library's own choice, each row by itself, the portable rows and the unfused baseline.
-    fn works(&self, case: &Case, portable: Work) -> Vec<(String, wgpu_attention::Result<Work>)> {
+    fn works(&self, case: &Case, portable: Work, skipped: &mut Vec<Skipped>) -> Result<Vec<(String, Work)>> {
+        let fused = |variant| Work::fused(self.runtime, case, variant);
         let mut works = Vec::new();
         if self.variant.is_none() {
-            works.push(("default".to_string(), Work::fused(self.runtime, case, None)));
+            works.push(("default".to_string(), fused(None)));
         }
-        let named =
-            |row: &str| self.variant.is_none_or(|wanted| row == wanted || row.split('.').any(|piece| piece == wanted));
-        for (row, _) in attention::explain(self.runtime, &case.desc) {
-            if named(row) {
-                works.push((row.to_string(), Work::fused(self.runtime, case, Some(row))));
+        for (row, out) in attention::explain(self.runtime, &case.desc) {
+            match out {
+                _ if self.variant.is_some_and(|wanted| !is_named(row, wanted)) => {}
+                Some(reason) => skipped.push(Skipped { name: row.into(), reason }),
+                None => works.push((row.to_string(), fused(Some(row)))),
             }
-        }
-        if self.variant.is_some() && works.is_empty() {
-            // Says which names there are.
-            works.push(("named".to_string(), Work::fused(self.runtime, case, self.variant)));
         }
         works.push(("portable".to_string(), Ok(portable)));
         if case.twin {
             works.push(("unfused".to_string(), Work::unfused(self.runtime, case)));
         }
-        works
+        let mut possible = Vec::new();
+        for (name, work) in works {
+            match work {
+                Ok(work) => possible.push((name, work)),
+                Err(error @ Error::DeviceLost(_)) => return Err(error.into()),
+                Err(error) => skipped.push(Skipped { name, reason: error.to_string() }),
+            }
+        }
+        Ok(possible)
     }
 
     /// Takes samples of all in turns, so that a slow moment of the machine does not fall on one alone.
@@ -309,6 +314,11 @@ fn does_not_fit(error: Error) -> Result<Result<CaseReport, String>> {
     }
 }
 
+/// Whether `wanted` is a row's name or a piece of it between dots.
+fn is_named(row: &str, wanted: &str) -> bool {
+    row == wanted || row.split('.').any(|piece| piece == wanted)
+}
+
 fn rows(work: &Work) -> Vec<String> {
     work.rows().into_iter().map(String::from).collect()
 }
@@ -317,142 +327,4 @@ fn hash_of(bytes: &[u8]) -> u64 {
     let mut hasher = DefaultHasher::new();
     bytes.hash(&mut hasher);
     hasher.finish()
-}
-
-fn table(header: &[&str]) -> Table {
-    let mut table = terminal::table(120, header.iter().map(|title| title.to_string()).collect());
-    for column in table.column_iter_mut().skip(1) {
-        column.set_cell_alignment(CellAlignment::Right);
-    }
-    table
-}
-
-/// The table and what follows from it.
-fn show(report: &Report) -> String {
-    let adapter = &report.adapter;
-    let method = match report.method {
-        Method::GpuTimestamps => "GPU timestamps",
-        Method::WallTime => "wall time",
-    };
-    let mut text = format!("{} ({}, {}), {method}, median of samples\n\n", adapter.name, adapter.kind, adapter.driver);
-    let all = report.cases.iter().flat_map(|case| &case.variants);
-    let fastest = all.filter_map(|variant| variant.times.map(|times| times.tflops)).fold(0.0, f64::max);
-    let (unit, scale) = if fastest < 1.0 { ("GFLOP/s", 1e3) } else { ("TFLOP/s", 1.0) };
-    let mut table = table(&["case, variant", "time", unit, "GB/s", "vs portable", "vs unfused", "error"]);
-    for case in &report.cases {
-        table.add_row([case.name.as_str()]);
-        let median = |name: &str| case.times(name).map(|times| times.median);
-        let best = case.variants.iter().filter_map(|v| v.times.map(|t| t.median)).fold(f64::INFINITY, f64::min);
-        for variant in &case.variants {
-            let label = format!("  {}", label(variant));
-            let Some(times) = &variant.times else {
-                table.add_row([label.as_str(), "FAILED"]);
-                continue;
-            };
-            let ratio = |other: Option<f64>| other.map_or("".into(), |other| format!("{:.2}×", other / times.median));
-            let cells = [
-                label,
-                terminal::seconds(times.median),
-                terminal::digits(times.tflops * scale),
-                terminal::digits(times.gb_per_s),
-                ratio(median("portable")),
-                ratio(median("unfused")),
-                format!("{:.0e}", times.error),
-            ];
-            let bold = times.median == best && terminal::colour();
-            table.add_row(cells.map(|cell| match bold {
-                true => Cell::new(cell).add_attribute(Attribute::Bold),
-                false => Cell::new(cell),
-            }));
-        }
-    }
-    if !report.cases.is_empty() {
-        text += &format!("{table}\n\n");
-    }
-    for line in
-        failures(report).into_iter().chain(left_out(report)).chain(default_line(report)).chain(fused_line(report))
-    {
-        text += &line;
-        text.push('\n');
-    }
-    text
-}
-
-/// Short enough for a column: a chosen set of rows without their tiles, a row without the operation.
-fn label(variant: &VariantReport) -> String {
-    let short = |row: &str| row.trim_start_matches("attention.").to_string();
-    match variant.name.as_str() {
-        name @ ("default" | "portable") => {
-            let form = |row: &String| short(row).rsplit_once('.').map_or(row.clone(), |(form, _)| form.to_string());
-            format!("{name} ({})", variant.rows.iter().map(form).collect::<Vec<_>>().join(" + "))
-        }
-        name => short(name),
-    }
-}
-
-fn failures(report: &Report) -> Vec<String> {
-    let all = report.cases.iter().flat_map(|case| case.variants.iter().map(move |variant| (case, variant)));
-    all.filter_map(|(case, variant)| {
-        variant.failure.as_ref().map(|failure| format!("FAILED {} {}: {failure}", case.name, variant.name))
-    })
-    .collect()
-}
-
-/// What was not measured, each reason once.
-fn left_out(report: &Report) -> Vec<String> {
-    let mut lines: Vec<String> =
-        report.skipped.iter().map(|skipped| format!("Left out {}: {}", skipped.name, skipped.reason)).collect();
-    let mut reasons: Vec<(&Skipped, usize)> = Vec::new();
-    for skipped in report.cases.iter().flat_map(|case| &case.skipped) {
-        match reasons.iter_mut().find(|(known, _)| *known == skipped) {
-            Some((_, count)) => *count += 1,
-            None => reasons.push((skipped, 1)),
-        }
-    }
-    lines.extend(reasons.into_iter().map(|(skipped, count)| {
-        let cases = if count == report.cases.len() { "every case".to_string() } else { format!("{count} cases") };
-        format!("Left out {} on {cases}: {}", skipped.name, skipped.reason)
-    }));
-    lines
-}
-
-/// Whether the default is a good choice.
-fn default_line(report: &Report) -> Option<String> {
-    report.cases.iter().find_map(|case| case.times("default"))?;
-    let losses: Vec<String> = report
-        .cases
-        .iter()
-        .filter_map(|case| {
-            let (default, better) = (case.times("default")?.median, case.better_than_default()?);
-            let factor = default / better.times?.median;
-            Some(format!("\n  {}: {} is {factor:.2}× as fast", case.name, label(better)))
-        })
-        .collect();
-    Some(match losses.len() {
-        0 => "The default is within 10 % of the best variant on every case.".into(),
-        count => format!("The default loses by more than 10 % on {count} cases:{}", losses.concat()),
-    })
-}
-
-/// Rows from which on the fused operation has to win.
-const LONG: u64 = 512;
-
-/// Whether one pass beats three on long sequences.
-fn fused_line(report: &Report) -> Option<String> {
-    let all = cases::all();
-    let long = |name: &str| {
-        let case = all.iter().find(|case| case.name == name)?;
-        Some((0..case.batch().kv.batch()).all(|b| u64::from(case.batch().kv.len(b)) >= LONG))
-    };
-    let mut ratios = Vec::new();
-    for case in report.cases.iter().filter(|case| long(&case.name) == Some(true)) {
-        let fused = case.times("default").or_else(|| case.times("portable"));
-        if let (Some(fused), Some(unfused)) = (fused, case.times("unfused")) {
-            ratios.push((unfused.median / fused.median, &case.name));
-        }
-    }
-    let (worst, name) = ratios.iter().min_by(|a, b| a.0.total_cmp(&b.0))?;
-    let best = ratios.iter().map(|(ratio, _)| *ratio).fold(0.0, f64::max);
-    let verdict = if *worst > 1.0 { "beats" } else { "does not always beat" };
-    Some(format!("From S = {LONG} up fused {verdict} unfused: {worst:.2}× ({name}) to {best:.2}×."))
 }

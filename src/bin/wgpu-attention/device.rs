@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 use indicatif::ProgressBar;
-use wgpu_attention::{Runtime, RuntimeOptions};
+use wgpu_attention::{Runtime, RuntimeOptions, SelfTest};
 
 use crate::{Global, terminal};
 
@@ -19,12 +19,12 @@ pub fn is_oracle(global: &Global) -> bool {
 }
 
 /// Opens the adapter that `--adapter` names, or the best. Kernels are tested on it when it is first met.
-pub fn open(global: &Global) -> Result<(wgpu::Adapter, Runtime)> {
+pub fn open(global: &Global, test: SelfTest) -> Result<(wgpu::Adapter, Runtime)> {
     if is_oracle(global) {
         bail!("the oracle is no adapter, and only `attend` and `demo` compute with it");
     }
     let adapter = matching(global)?.remove(0);
-    let runtime = open_adapter(&adapter)?;
+    let runtime = open_adapter(&adapter, test)?;
     Ok((adapter, runtime))
 }
 
@@ -88,7 +88,7 @@ fn identity(info: &wgpu::AdapterInfo) -> String {
 }
 
 /// Makes a device, with the verdicts and compiled pipelines of earlier runs.
-pub fn open_adapter(adapter: &wgpu::Adapter) -> Result<Runtime> {
+pub fn open_adapter(adapter: &wgpu::Adapter, test: SelfTest) -> Result<Runtime> {
     let info = adapter.get_info();
     let verdicts = read(&info, "verdicts");
     let message = format!("testing the kernels on {}, once", info.name);
@@ -96,7 +96,12 @@ pub fn open_adapter(adapter: &wgpu::Adapter) -> Result<Runtime> {
         Some(_) => ProgressBar::hidden(),
         None => terminal::spinner(message),
     };
-    let options = RuntimeOptions { verdicts, pipeline_cache: read(&info, "pipelines"), ..RuntimeOptions::default() };
+    let options = RuntimeOptions {
+        verdicts,
+        pipeline_cache: read(&info, "pipelines"),
+        self_test: test,
+        ..RuntimeOptions::default()
+    };
     let runtime = pollster::block_on(Runtime::open(adapter, options));
     spinner.finish_and_clear();
     let runtime = runtime.with_context(|| format!("cannot use {}", info.name))?;

@@ -5,7 +5,8 @@ use std::time::Instant;
 use anyhow::{Result, bail};
 use wgpu::BufferUsages as Usage;
 use wgpu_attention::{
-    Attention, AttentionDesc, AttentionIo, Batch, DType, HostInput, HostMask, Lengths, Runtime, View, reference,
+    Attention, AttentionDesc, AttentionIo, Batch, DType, HostInput, HostMask, Lengths, Runtime, SelfTest, View,
+    reference,
 };
 
 use crate::{Global, device, terminal};
@@ -36,7 +37,8 @@ pub struct Time {
 impl Engine {
     pub fn open(global: &Global) -> Result<Engine> {
         if !device::is_oracle(global) {
-            let (_, runtime) = device::open(global)?;
+            let test = if global.variant.is_some() { SelfTest::All } else { SelfTest::Chosen };
+            let (_, runtime) = device::open(global, test)?;
             return Ok(Engine::Gpu { runtime: Box::new(runtime), variant: global.variant.clone() });
         }
         if global.variant.is_some() {

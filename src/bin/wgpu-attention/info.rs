@@ -4,7 +4,7 @@ use anyhow::{Result, bail};
 use clap::Args;
 use comfy_table::ColumnConstraint;
 use serde::Serialize;
-use wgpu_attention::{Attention, AttentionDesc, Caps, Runtime, Verdict, ops};
+use wgpu_attention::{Attention, AttentionDesc, Caps, Runtime, SelfTest, Verdict, ops};
 
 use crate::{Global, device, terminal};
 
@@ -141,7 +141,7 @@ pub fn run(args: &InfoArgs, global: &Global) -> Result<()> {
 
 fn examine(adapter: &wgpu::Adapter, global: &Global) -> Result<Adapter> {
     let info = adapter.get_info();
-    let opened = match device::open_adapter(adapter) {
+    let opened = match device::open_adapter(adapter, SelfTest::All) {
         Ok(runtime) => {
             Opened::Yes { caps: capabilities(runtime.caps()), operations: vec![attention(&runtime, global)?] }
         }

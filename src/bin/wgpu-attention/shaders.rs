@@ -52,7 +52,7 @@ impl Language {
 
 /// Every module of every operation.
 fn modules() -> Vec<(String, Needs, Link)> {
-    [ops::attention::links(), ops::merge::links(), ops::unfused::links()].concat()
+    ops::links()
 }
 
 pub fn run(args: &ShadersArgs, global: &Global) -> Result<()> {

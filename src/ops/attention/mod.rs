@@ -328,19 +328,45 @@ impl Attention {
     }
 }
 
-/// Why a row is not used for `desc`, if it is not: for `info`, and for choosing.
-pub fn out_reason(runtime: &Runtime, desc: &AttentionDesc, row: &Variant<AttentionDesc>) -> Option<String> {
+fn cannot_run(runtime: &Runtime, desc: &AttentionDesc, row: &Variant<AttentionDesc>) -> Option<String> {
     if !(row.suits)(desc) {
         return Some(format!("does not serve a V dim of {}", desc.v_dim()));
     }
-    if let Some(lacking) = runtime.lacking(&row.needs, row.name, &link_of(desc, row, Dest::Out, ByFours::ALL)) {
-        return Some(lacking);
+    runtime.lacking(&row.needs, row.name, &link_of(desc, row, Dest::Out, ByFours::ALL))
+}
+
+/// Why a row is not used for `desc`, if it is not: for `info`, and for choosing.
+pub fn out_reason(runtime: &Runtime, desc: &AttentionDesc, row: &Variant<AttentionDesc>) -> Option<String> {
+    if let Some(reason) = cannot_run(runtime, desc, row) {
+        return Some(reason);
     }
     match runtime.verdict(row.name) {
         Some(Verdict::Failed(reason)) => Some(format!("failed the self-test: {reason}")),
         None if !row.is_portable() => Some("not tested on this adapter and driver".into()),
         _ => None,
     }
+}
+
+/// The rows that would be chosen for some V dim if those without a verdict passed.
+pub(crate) fn first_choices(runtime: &Runtime) -> Vec<Variant<AttentionDesc>> {
+    let mut rows: Vec<_> = runtime.attention_variants().to_vec();
+    rows.sort_by_key(|row| (row.rank)(runtime.caps()));
+    let mut chosen: Vec<Variant<AttentionDesc>> = Vec::new();
+    for v_dim in [32, 64, 128, 256, MAX_V_HEAD_DIM] {
+        let desc = AttentionDesc { v_head_dim: Some(v_dim), ..AttentionDesc::default() };
+        for short in [true, false] {
+            let serves = |row: &&Variant<AttentionDesc>| {
+                is_short(row) == short
+                    && !matches!(runtime.verdict(row.name), Some(Verdict::Failed(_)))
+                    && cannot_run(runtime, &desc, row).is_none()
+            };
+            let Some(row) = rows.iter().find(serves) else { continue };
+            if chosen.iter().all(|other| other.name != row.name) {
+                chosen.push(row.clone());
+            }
+        }
+    }
+    chosen
 }
 
 /// Every row of `runtime`, and why it is not used for `desc` where it is not.
@@ -520,8 +546,8 @@ pub(crate) async fn self_test(runtime: &Runtime, variant: &Variant<AttentionDesc
         let (out, lse) = crate::reference::attention::<f64>(&desc, &batch, &input)?;
         let far = |got: &[f32], want: &[f64], tolerance: f64| {
             got.iter().zip(want).position(|(got, want)| {
-                let same = f64::from(*got) == *want;
-                !same && !((f64::from(*got) - want).abs() <= tolerance)
+                let distance = (f64::from(*got) - want).abs();
+                f64::from(*got) != *want && (distance.is_nan() || distance > tolerance)
             })
         };
         if let Some(at) = far(&got.out, &out, 2e-5) {
