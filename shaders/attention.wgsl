@@ -292,11 +292,17 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     l = team_sum(l, lane);
     let stored = vec4<u32>(item.row_begin + 4u * team) + vec4<u32>(0u, 1u, 2u, 3u) <= vec4<u32>(last_row);
     let done = finish4(item, kv_head, row, head, m, l, stored & vec4<bool>(member == 0u));
+    // A copy, because the loop below may be too long to unroll: `o` itself must never be indexed at run time, or it leaves
+    // the registers for the whole kernel (measured: lavapipe 2×, H200 5×).
+    var result: array<vec4<f32>, 4u * V_VECS>;
+    for (var i = 0u; i < 4u * V_VECS; i += 1u) {
+        result[i] = o[i] * done.factor;
+    }
     for (var i = 0u; i < V_VECS; i += 1u) {
         let d = 4u * (i * TEAM + member);
         let left = i32(params.v_dim) - i32(d);
         if left > 0 {
-            let by_row = transpose(mat4x4<f32>(o[4u * i] * done.factor, o[4u * i + 1u] * done.factor, o[4u * i + 2u] * done.factor, o[4u * i + 3u] * done.factor));
+            let by_row = transpose(mat4x4<f32>(result[4u * i], result[4u * i + 1u], result[4u * i + 2u], result[4u * i + 3u]));
             if stored.x { put(done.offset.x + d, by_row[0], left); }
             if stored.y { put(done.offset.y + d, by_row[1], left); }
             if stored.z { put(done.offset.z + d, by_row[2], left); }
