@@ -28,14 +28,16 @@ import package::parts::dest_out::put;
 const WORKGROUP: u32 = 128u; // lanes
 const TEAM: u32 = 8u;        // lanes that share 4 rows
 const KEY_VECS: u32 = 1u;    // vec4s of keys a lane scores in a step
-const V_VECS: u32 = 4u;      // vec4s of value dims a lane accumulates; v_dim ≤ 4·V_VECS·TEAM
+const V_VECS: u32 = 4u;      // vec4s of value dims a lane accumulates: 1, 2, 4 or 8; v_dim ≤ 4·V_VECS·TEAM
 const DIM_STEP: u32 = 8u;    // dims of Q and K staged at a time, a multiple of 4
 const KEY_STEP: u32 = 8u;    // keys of V staged at a time, a divisor of TILE_K
+const SPELLED: u32 = 0u;     // 1: the final stores are spelled out, 0: a loop
 
 const TEAMS: u32 = WORKGROUP / TEAM;
 const TILE_Q: u32 = 4u * TEAMS;
 const KEYS: u32 = 4u * KEY_VECS;
 const TILE_K: u32 = KEYS * TEAM;
+const O: u32 = 4u * V_VECS;
 const V_COLUMNS: u32 = V_VECS * TEAM;
 // A staged dim: TEAMS vec4s of rows, then TILE_K / 4 vec4s of keys. The odd vec4 spreads a transposed store over banks.
 const STAGE_PITCH: u32 = TEAMS + TILE_K / 4u + 1u;
@@ -150,6 +152,19 @@ fn stage_v(item: Item, kv_head: u32, key: u32, lane: u32) {
     }
 }
 
+// Stores dims `dim` … `dim + 3` of the lane's 4 rows, which are the columns of `block`'s transpose.
+fn store(done: Done, stored: vec4<bool>, dim: u32, block: mat4x4<f32>) {
+    let left = i32(params.v_dim) - i32(dim);
+    if left > 0 {
+        let f = done.factor;
+        let rows = transpose(mat4x4<f32>(block[0] * f, block[1] * f, block[2] * f, block[3] * f));
+        if stored.x { put(done.offset.x + dim, rows[0], left); }
+        if stored.y { put(done.offset.y + dim, rows[1], left); }
+        if stored.z { put(done.offset.z + dim, rows[2], left); }
+        if stored.w { put(done.offset.w + dim, rows[3], left); }
+    }
+}
+
 @compute @workgroup_size(WORKGROUP)
 fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
     let item = items[workgroup.x];
@@ -185,8 +200,8 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
         slope = vec4<f32>(slope_of(head.x), slope_of(head.y), slope_of(head.z), slope_of(head.w));
     }
 
-    var o: array<vec4<f32>, 4u * V_VECS>;
-    for (var i = 0u; i < 4u * V_VECS; i += 1u) {
+    var o: array<vec4<f32>, O>;
+    for (var i = 0u; i < O; i += 1u) {
         o[i] = vec4<f32>();
     }
     var m = vec4<f32>(-FLT_MAX);
@@ -255,7 +270,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
             l += select(vec4<f32>(), p, seen[i]);
             weights[(4u * (i / 4u * TEAM + member) + i % 4u) * WEIGHTS_PITCH + team] = select(vec4<f32>(UNSEEN), p, seen[i]);
         }
-        for (var i = 0u; i < 4u * V_VECS; i += 1u) {
+        for (var i = 0u; i < O; i += 1u) {
             o[i] *= keep;
         }
 
@@ -292,21 +307,27 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     l = team_sum(l, lane);
     let stored = vec4<u32>(item.row_begin + 4u * team) + vec4<u32>(0u, 1u, 2u, 3u) <= vec4<u32>(last_row);
     let done = finish4(item, kv_head, row, head, m, l, stored & vec4<bool>(member == 0u));
-    // A copy, because the loop below may be too long to unroll: `o` itself must never be indexed at run time, or it leaves
-    // the registers for the whole kernel (measured: lavapipe 2×, H200 5×).
-    var result: array<vec4<f32>, 4u * V_VECS>;
-    for (var i = 0u; i < 4u * V_VECS; i += 1u) {
-        result[i] = o[i] * done.factor;
-    }
-    for (var i = 0u; i < V_VECS; i += 1u) {
-        let d = 4u * (i * TEAM + member);
-        let left = i32(params.v_dim) - i32(d);
-        if left > 0 {
-            let by_row = transpose(mat4x4<f32>(result[4u * i], result[4u * i + 1u], result[4u * i + 2u], result[4u * i + 3u]));
-            if stored.x { put(done.offset.x + d, by_row[0], left); }
-            if stored.y { put(done.offset.y + d, by_row[1], left); }
-            if stored.z { put(done.offset.z + d, by_row[2], left); }
-            if stored.w { put(done.offset.w + d, by_row[3], left); }
+    // `o` must never be indexed at run time, or it leaves the registers for the whole kernel. Some compilers unroll the loop
+    // below, and the kernel is 15 % faster for it (H200); others find it too long (lavapipe, 2× slower).
+    if SPELLED == 0u {
+        for (var i = 0u; i < V_VECS; i += 1u) {
+            let block = mat4x4<f32>(o[4u * i], o[4u * i + 1u], o[4u * i + 2u], o[4u * i + 3u]);
+            store(done, stored, 4u * (i * TEAM + member), block);
         }
+        return;
+    }
+    store(done, stored, 4u * member, mat4x4<f32>(o[0], o[1], o[2], o[3]));
+    if V_VECS > 1u {
+        store(done, stored, 4u * (TEAM + member), mat4x4<f32>(o[4u % O], o[5u % O], o[6u % O], o[7u % O]));
+    }
+    if V_VECS > 2u {
+        store(done, stored, 4u * (2u * TEAM + member), mat4x4<f32>(o[8u % O], o[9u % O], o[10u % O], o[11u % O]));
+        store(done, stored, 4u * (3u * TEAM + member), mat4x4<f32>(o[12u % O], o[13u % O], o[14u % O], o[15u % O]));
+    }
+    if V_VECS > 4u {
+        store(done, stored, 4u * (4u * TEAM + member), mat4x4<f32>(o[16u % O], o[17u % O], o[18u % O], o[19u % O]));
+        store(done, stored, 4u * (5u * TEAM + member), mat4x4<f32>(o[20u % O], o[21u % O], o[22u % O], o[23u % O]));
+        store(done, stored, 4u * (6u * TEAM + member), mat4x4<f32>(o[24u % O], o[25u % O], o[26u % O], o[27u % O]));
+        store(done, stored, 4u * (7u * TEAM + member), mat4x4<f32>(o[28u % O], o[29u % O], o[30u % O], o[31u % O]));
     }
 }

@@ -194,7 +194,7 @@ impl Runtime {
         let caps = &mut self.own().caps;
         caps.subgroup_seen = seen;
         if !noop {
-            caps.keeps_nan = f32::from_bits(result[0]).is_nan();
+            caps.keeps_nan = f32::from_bits(result[0]).is_nan() && !f32::from_bits(result[3]).is_finite();
             caps.loop_limit = (result[1] < ITERATIONS).then_some(result[1]);
         }
         if let (Some((min, max)), Some(seen)) = (caps.subgroup, seen) {

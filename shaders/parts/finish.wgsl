@@ -3,6 +3,8 @@
 import package::parts::exp::exp_below;
 
 const MINUS_INFINITY: u32 = 0xff800000u;
+const EXPONENT: u32 = 0x7f800000u;
+const NAN: u32 = 0x7fc00000u;
 const SINKS: u32 = 8u;
 
 struct Finished {
@@ -15,15 +17,17 @@ fn sink_of(head: u32) -> f32 {
     return select(pair.y, pair.w, (head & 1u) == 1u);
 }
 
-// log(l) + m as bits; the logarithm of NaN is NaN, which not every adapter knows.
-fn lse_bits(m: f32, l: f32) -> u32 {
-    let is_nan = (bitcast<u32>(l) & 0x7fffffffu) > 0x7f800000u;
-    return select(bitcast<u32>(m + log(l)), bitcast<u32>(l), is_nan);
+// `l` is a sum of at most 2³⁰ numbers up to 1: where it is not finite, the row saw a NaN (of which one adapter's exp2 makes ∞).
+fn is_lost(l: f32) -> bool {
+    return (bitcast<u32>(l) & EXPONENT) == EXPONENT;
 }
 
 fn finish(m: f32, l: f32, head: u32) -> Finished {
     let sink = sink_of(head);
     let has_sink = (params.flags & SINKS) != 0u && bitcast<u32>(sink) != MINUS_INFINITY;
+    if is_lost(l) {
+        return Finished(bitcast<f32>(NAN | bitcast<u32>(l)), NAN);
+    }
     if l == 0.0 {
         return Finished(0.0, select(MINUS_INFINITY, bitcast<u32>(sink), has_sink));
     }
@@ -31,7 +35,7 @@ fn finish(m: f32, l: f32, head: u32) -> Finished {
         let top = max(m, sink);
         let part = exp_below(vec4<f32>(m - top, sink - top, 0.0, 0.0));
         let total = l * part.x + part.y;
-        return Finished(part.x / total, lse_bits(top, total));
+        return Finished(part.x / total, bitcast<u32>(top + log(total)));
     }
-    return Finished(1.0 / l, lse_bits(m, l));
+    return Finished(1.0 / l, bitcast<u32>(m + log(l)));
 }

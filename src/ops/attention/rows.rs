@@ -19,6 +19,7 @@ macro_rules! variant {
                 ("KEY_VECS", $key_vecs),
                 ("DIM_STEP", $dims),
                 ("KEY_STEP", $keys),
+                ("SPELLED", ($team == 4) as u32),
             ],
             suits: |desc| desc.v_dim() <= $v_dim,
             // Teams of 4 win where subgroups are that small (lavapipe 20 %, SwiftShader 40 %), and lose on GPUs.
