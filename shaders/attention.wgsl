@@ -12,8 +12,10 @@
 //     m' = max(m, max S),  P = exp(S − m'),  l = l·exp(m − m') + Σ P,  O = O·exp(m − m')
 //     O += P·V                  KEY_STEP keys of V at a time in `stage`, P through `weights`
 //
-// What the rows are and where results go is in docs of `ops/attention.rs`; the order of the score and every edge case is there too.
+// The definition, with every edge case, stands in the docs of `src/ops/attention/mod.rs`; items are made in `schedule.rs` there.
 
+import package::parts::params::params;
+import package::parts::strides::strides;
 import package::parts::exp::exp_below;
 import package::parts::tanh::tanh4;
 import package::parts::reduce::team_max;
@@ -47,42 +49,6 @@ const WEIGHTS_PITCH: u32 = TEAMS + 1u;
 const FLT_MAX: f32 = 3.4028234663852886e38;
 const UNSEEN: f32 = -1.0; // in `weights`: this row does not see this key
 
-const LEFT_UNLIMITED: u32 = 1u;
-const RIGHT_UNLIMITED: u32 = 2u;
-const ALIBI: u32 = 4u;
-
-// Fixed by the descriptor.
-struct Params {
-    scale: f32,
-    softcap: f32, // 0: none
-    left: i32,    // keys p − left … p + right are visible; causal is right = 0
-    right: i32,
-    flags: u32,
-    group: u32,
-    qk_dim: u32,
-    v_dim: u32,
-}
-
-// Distances in elements between neighbours; fixed by the schedule.
-struct Strides {
-    q_seq: u32,
-    q_head: u32,
-    k_seq: u32,
-    k_head: u32,
-    v_seq: u32,
-    v_head: u32,
-    out_seq: u32,
-    out_head: u32,
-    lse_head: u32,
-    bias_head: u32,
-    bias_row: u32,
-    bias_key: u32,
-    mask_head: u32,
-    mask_row: u32,
-    mask_key: u32,
-    kv_heads: u32,
-}
-
 // Offsets in elements of the sequence's first token (keys: key 0).
 struct Item {
     q: u32,
@@ -103,19 +69,11 @@ struct Item {
     pad_c: u32,
 }
 
-@group(0) @binding(0) var<uniform> params: Params;
-@group(0) @binding(1) var<uniform> strides: Strides;
-@group(0) @binding(2) var<uniform> heads: array<vec4<f32>, 1024>; // two heads each: slope, sink, slope, sink
 @group(0) @binding(3) var<storage, read> items: array<Item>;
 
 var<workgroup> stage: array<vec4<f32>, STAGE>;
 var<workgroup> weights: array<vec4<f32>, TILE_K * WEIGHTS_PITCH>;
 var<workgroup> row_offsets: array<vec4<u32>, TEAMS>; // of Q's rows, in elements
-
-fn slope_of(head: u32) -> f32 {
-    let pair = heads[head / 2u];
-    return select(pair.x, pair.z, (head & 1u) == 1u);
-}
 
 // Loads DIM_STEP dims from `dim` on of all rows of the tile and of TILE_K keys from `key` on, in 4×4 blocks, transposed.
 // Keys past the end repeat the last one: they are masked, and nothing outside the sequence is read.

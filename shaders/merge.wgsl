@@ -4,6 +4,7 @@
 // One workgroup merges one row of one head; a lane owns 4 neighbouring dims of every 4·WORKGROUP.
 // The part says which row that is and where its states lie: partials of split items, or a caller's (O, LSE).
 
+import package::parts::params::params;
 import package::parts::exp::exp_below;
 import package::parts::finish::finish;
 import package::parts::lse_none::put_lse;
@@ -14,20 +15,6 @@ import package::parts::states_partial::state_out;
 
 const WORKGROUP: u32 = 64u;
 const FLT_MAX: f32 = 3.4028234663852886e38;
-
-struct Params {
-    scale: f32,
-    softcap: f32,
-    left: i32,
-    right: i32,
-    flags: u32,
-    group: u32,
-    qk_dim: u32,
-    v_dim: u32,
-}
-
-@group(0) @binding(0) var<uniform> params: Params;
-@group(0) @binding(2) var<uniform> heads: array<vec4<f32>, 1024>; // two heads each: slope, sink, slope, sink
 
 // Where one row's states are and where its result goes.
 struct Place {

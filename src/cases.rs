@@ -192,12 +192,9 @@ impl Case {
         [rows * heads * dim, keys * kv_heads * dim, keys * kv_heads * v_dim, rows * heads * v_dim]
     }
 
-    /// Floating-point operations: 2·(QK dim + V dim) for every pair of a query head's row and a key that it sees.
+    /// Floating-point operations.
     pub fn flops(&self) -> f64 {
-        let batch = self.batch();
-        let pairs: u64 =
-            (0..batch.q.batch()).map(|b| self.visible(&batch, b).map(|(low, high)| high - low).sum::<u64>()).sum();
-        pairs as f64 * f64::from(self.desc.heads) * 2.0 * f64::from(self.desc.head_dim + self.desc.v_dim())
+        self.batch().flops(&self.desc)
     }
 
     /// Bytes that must move at least: Q and O, and once every K and V that some row sees.
@@ -206,25 +203,15 @@ impl Case {
         let keys: u64 = (0..batch.q.batch())
             .filter_map(|b| {
                 // The ranges of neighbouring rows overlap or touch.
-                let seen = self.visible(&batch, b).filter(|(low, high)| low < high);
-                seen.reduce(|a, b| (a.0.min(b.0), a.1.max(b.1))).map(|(low, high)| high - low)
+                let seen =
+                    (0..batch.q.len(b)).map(|row| batch.visible(&self.desc, b, row)).filter(|keys| !keys.is_empty());
+                seen.reduce(|a, b| a.start.min(b.start)..a.end.max(b.end)).map(|keys| keys.len() as u64)
             })
             .sum();
         let [q, _, _, out] = self.elements();
         let desc = &self.desc;
         let kv = keys * u64::from(desc.kv_heads) * u64::from(desc.head_dim + desc.v_dim());
         (q * desc.q_dtype.size() + kv * desc.kv_dtype.size() + out * desc.out_dtype.size()) as f64
-    }
-
-    /// The keys `low..high` that each row of sequence `b` sees.
-    fn visible(&self, batch: &Batch, b: usize) -> impl Iterator<Item = (u64, u64)> {
-        let (start, kv_len, window) = (batch.start_of(b), i64::from(batch.kv.len(b)), self.desc.effective_window());
-        (0..i64::from(batch.q.len(b))).map(move |row| {
-            let position = start + row;
-            let low = window.left.map_or(0, |left| position - i64::from(left)).max(0);
-            let high = window.right.map_or(kv_len, |right| position + i64::from(right) + 1).min(kv_len);
-            (low as u64, high.max(low) as u64)
-        })
     }
 
     /// Values of about unit variance, the same on every machine.

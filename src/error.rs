@@ -71,6 +71,15 @@ impl Error {
         Error::Limit { what: what.into(), limit, value, hint: hint.into() }
     }
 
+    /// `Ok` if `value` is 1 to `max`.
+    pub(crate) fn unless_in(what: &str, value: u32, max: u32) -> Result<()> {
+        match value {
+            0 => Err(Error::shape(what, format!("1 to {max}"), 0)),
+            value if value > max => Err(Error::limit(what, max.into(), value.into(), "this library goes no further")),
+            _ => Ok(()),
+        }
+    }
+
     pub(crate) fn unsupported(op: impl Into<String>, lacking: impl Into<String>) -> Self {
         Error::Unsupported { op: op.into(), lacking: lacking.into() }
     }

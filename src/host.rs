@@ -40,6 +40,34 @@ pub struct HostOutput {
     pub lse: Vec<f32>,
 }
 
+/// Host tensors of one call on the device, for those who run it more than once, as to take its time.
+#[derive(Debug)]
+pub struct HostBuffers {
+    q: wgpu::Buffer,
+    k: wgpu::Buffer,
+    v: wgpu::Buffer,
+    bias: Option<wgpu::Buffer>,
+    mask: Option<wgpu::Buffer>,
+    out: wgpu::Buffer,
+    out_len: u64,
+    lse: Option<(wgpu::Buffer, u64)>,
+}
+
+impl HostBuffers {
+    /// What [`Attention::record`] binds.
+    pub fn io(&self) -> AttentionIo<'_> {
+        AttentionIo {
+            q: (&self.q).into(),
+            k: (&self.k).into(),
+            v: (&self.v).into(),
+            out: (&self.out).into(),
+            lse: self.lse.as_ref().map(|(buffer, _)| buffer.into()),
+            bias: self.bias.as_ref().map(View::from),
+            mask: self.mask.as_ref().map(View::from),
+        }
+    }
+}
+
 impl Attention {
     /// Runs on host slices, converted to the descriptor's types, and waits for the result.
     ///
@@ -55,45 +83,47 @@ impl Attention {
     /// # Ok(()) }
     /// ```
     pub async fn run(&self, batch: &Batch<'_>, input: &HostInput<'_>) -> Result<HostOutput> {
-        let (runtime, desc) = (self.runtime(), self.desc());
         let schedule = self.schedule(batch)?;
-        let (out_len, lse_len) = (schedule.out_len(), if desc.lse { batch.q.lse_len(desc.heads) } else { 0 });
-        let tensor = |what: &str, values: &[f32], dtype: DType| {
-            runtime.upload(what, &dtype.encode(values), wgpu::BufferUsages::STORAGE)
-        };
-        let q = tensor("q", input.q, desc.q_dtype)?;
-        let k = tensor("k", input.k, desc.kv_dtype)?;
-        let v = tensor("v", input.v, desc.kv_dtype)?;
-        let bias = input.bias.map(|values| tensor("bias", values, desc.bias.unwrap_or_default())).transpose()?;
-        let mask = match input.mask {
-            HostMask::None => None,
-            HostMask::Bool(bytes) => Some(runtime.upload("mask", bytes, wgpu::BufferUsages::STORAGE)?),
-            HostMask::Bits(words) => {
-                Some(runtime.upload("mask", bytemuck::cast_slice(words), wgpu::BufferUsages::STORAGE)?)
-            }
-        };
+        let buffers = self.upload(batch, input)?;
+        let mut encoder = self.runtime().device().create_command_encoder(&Default::default());
+        self.record(&mut encoder, &schedule, &buffers.io())?;
+        self.runtime().queue().submit([encoder.finish()]);
+        self.download(&buffers).await
+    }
+
+    /// The tensors of a call on the device, converted to the descriptor's types, and room for its results.
+    pub fn upload(&self, batch: &Batch, input: &HostInput) -> Result<HostBuffers> {
+        let (runtime, desc) = (self.runtime(), self.desc());
         input.check_mask(desc.mask)?;
-        let result = wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_SRC;
-        let out = runtime.buffer("out", out_len * desc.out_dtype.size(), result)?;
-        let lse = runtime.buffer("lse", lse_len * 4, result)?;
-        let io = AttentionIo {
-            q: (&q).into(),
-            k: (&k).into(),
-            v: (&v).into(),
-            out: (&out).into(),
-            lse: desc.lse.then_some(View::from(&lse)),
-            bias: bias.as_ref().map(View::from),
-            mask: mask.as_ref().map(View::from),
-        };
-        let mut encoder = runtime.device().create_command_encoder(&Default::default());
-        self.record(&mut encoder, &schedule, &io)?;
-        runtime.queue().submit([encoder.finish()]);
-        let out = runtime.read(&out, out_len * desc.out_dtype.size()).await?;
-        let lse = if lse_len > 0 { runtime.read(&lse, lse_len * 4).await? } else { Vec::new() };
-        Ok(HostOutput {
-            out: desc.out_dtype.decode(&out, out_len as usize),
-            lse: DType::F32.decode(&lse, lse_len as usize),
+        let storage = wgpu::BufferUsages::STORAGE;
+        let tensor = |what: &str, values: &[f32], dtype: DType| runtime.upload(what, &dtype.encode(values), storage);
+        let result = |what: &str, bytes: u64| runtime.buffer(what, bytes, storage | wgpu::BufferUsages::COPY_SRC);
+        let (out_len, lse_len) = (batch.out_len(desc), batch.q.lse_len(desc.heads));
+        Ok(HostBuffers {
+            q: tensor("q", input.q, desc.q_dtype)?,
+            k: tensor("k", input.k, desc.kv_dtype)?,
+            v: tensor("v", input.v, desc.kv_dtype)?,
+            bias: input.bias.map(|values| tensor("bias", values, desc.bias.unwrap_or_default())).transpose()?,
+            mask: match input.mask {
+                HostMask::None => None,
+                HostMask::Bool(bytes) => Some(runtime.upload("mask", bytes, storage)?),
+                HostMask::Bits(words) => Some(runtime.upload("mask", bytemuck::cast_slice(words), storage)?),
+            },
+            out: result("out", out_len.saturating_mul(desc.out_dtype.size()))?,
+            out_len,
+            lse: if desc.lse { Some((result("lse", lse_len.saturating_mul(4))?, lse_len)) } else { None },
         })
+    }
+
+    /// The results of a call, after all work submitted so far.
+    pub async fn download(&self, buffers: &HostBuffers) -> Result<HostOutput> {
+        let dtype = self.desc().out_dtype;
+        let out = self.runtime().read(&buffers.out, buffers.out_len * dtype.size()).await?;
+        let lse = match &buffers.lse {
+            Some((buffer, len)) => DType::F32.decode(&self.runtime().read(buffer, len * 4).await?, *len as usize),
+            None => Vec::new(),
+        };
+        Ok(HostOutput { out: dtype.decode(&out, buffers.out_len as usize), lse })
     }
 }
 

@@ -51,7 +51,7 @@ mod view;
 
 pub use caps::{Caps, CapsMask, Needs};
 pub use error::{Error, Result};
-pub use host::{HostInput, HostMask, HostOutput};
+pub use host::{HostBuffers, HostInput, HostMask, HostOutput};
 pub use kernel::Variant;
 pub use ops::attention::{Attention, AttentionDesc, AttentionIo, Batch, Lengths, MaskKind, Schedule, Start, Window};
 pub use ops::merge::{Merge, MergeDesc, MergeIo, MergeLayout};

@@ -119,16 +119,13 @@ pub fn attention_row<F: Float>(
 
 /// The whole batch: O as the batch lays it out (zeros where nothing is written) and the LSE.
 pub fn attention<F: Float>(desc: &AttentionDesc, batch: &Batch, input: &HostInput) -> Result<(Vec<F>, Vec<F>)> {
-    let mut out = Vec::new();
+    let mut out = vec![F::zero(); batch.out_len(desc) as usize];
     let mut lse = vec![F::zero(); batch.q.lse_len(desc.heads) as usize];
     for b in 0..batch.q.batch() {
         for head in 0..desc.heads {
             for row in 0..batch.q.len(b) {
                 let (values, sum) = attention_row::<F>(desc, batch, input, b, head, row)?;
                 let at = place(&batch.q, &batch.out_layout, b, row, head) as usize;
-                if out.len() < at + values.len() {
-                    out.resize(at + values.len(), F::zero());
-                }
                 out[at..at + values.len()].copy_from_slice(&values);
                 let (first, per_head) = batch.q.lse_place(b, desc.heads);
                 lse[(first + u64::from(head) * per_head + u64::from(row)) as usize] = sum;

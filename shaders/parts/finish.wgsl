@@ -1,20 +1,16 @@
 // The last step of a row: its unnormalised output is multiplied by `factor`; −∞ is written as bits.
 // A sink is one more logit in the denominator, with no value. A row with no key (l = 0) gives 0 and −∞, or the sink.
+import package::parts::params::params;
+import package::parts::params::sink_of;
 import package::parts::exp::exp_below;
 
 const MINUS_INFINITY: u32 = 0xff800000u;
 const EXPONENT: u32 = 0x7f800000u;
 const NAN: u32 = 0x7fc00000u;
-const SINKS: u32 = 8u;
 
 struct Finished {
     factor: f32,
     lse: u32,
-}
-
-fn sink_of(head: u32) -> f32 {
-    let pair = heads[head / 2u];
-    return select(pair.y, pair.w, (head & 1u) == 1u);
 }
 
 // `l` is a sum of at most 2³⁰ numbers up to 1: where it is not finite, the row saw a NaN (of which one adapter's exp2 makes ∞).
@@ -26,7 +22,7 @@ fn finish(m: f32, l: f32, head: u32) -> Finished {
     let sink = sink_of(head);
     let has_sink = (params.flags & SINKS) != 0u && bitcast<u32>(sink) != MINUS_INFINITY;
     if is_lost(l) {
-        return Finished(bitcast<f32>(NAN | bitcast<u32>(l)), NAN);
+        return Finished(bitcast<f32>(NAN | bitcast<u32>(l)), NAN); // of `l`, since a constant NaN is an error
     }
     if l == 0.0 {
         return Finished(0.0, select(MINUS_INFINITY, bitcast<u32>(sink), has_sink));

@@ -1,23 +1,6 @@
 // States that split items of attention.wgsl left in a workspace (see dest_partial.wgsl).
 // Workgroup x: merge item, y: KV head, z: row in the item.
-struct Strides {
-    q_seq: u32,
-    q_head: u32,
-    k_seq: u32,
-    k_head: u32,
-    v_seq: u32,
-    v_head: u32,
-    out_seq: u32,
-    out_head: u32,
-    lse_head: u32,
-    bias_head: u32,
-    bias_row: u32,
-    bias_key: u32,
-    mask_head: u32,
-    mask_row: u32,
-    mask_key: u32,
-    kv_heads: u32,
-}
+import package::parts::strides::strides;
 
 struct MergeItem {
     out: u32,
@@ -30,7 +13,6 @@ struct MergeItem {
     pad_b: u32,
 }
 
-@group(0) @binding(1) var<uniform> strides: Strides;
 @group(0) @binding(3) var<storage, read> items: array<MergeItem>;
 @group(0) @binding(4) var<storage, read> partials: array<vec4<f32>>;
 

@@ -112,13 +112,8 @@ fn link_of(state: DType, state_fours: bool, out: DType, out_fours: bool) -> Link
 impl Merge {
     /// Checks the sizes and writes the parameters to the device. No rows is valid and records nothing.
     pub fn new(runtime: &Runtime, desc: &MergeDesc, layout: &MergeLayout) -> Result<Self> {
-        let range = |what: &str, value: u32, max: u32| match value {
-            0 => Err(Error::shape(what, format!("1 to {max}"), 0)),
-            value if value > max => Err(Error::limit(what, max.into(), value.into(), "this library goes no further")),
-            _ => Ok(()),
-        };
-        range("heads", desc.heads, MAX_HEADS)?;
-        range("v_head_dim", desc.v_head_dim, MAX_V_HEAD_DIM)?;
+        Error::unless_in("heads", desc.heads, MAX_HEADS)?;
+        Error::unless_in("v_head_dim", desc.v_head_dim, MAX_V_HEAD_DIM)?;
         if let Some(sinks) = &desc.sinks {
             if sinks.len() != desc.heads as usize {
                 return Err(Error::shape("sinks", format!("one for each of {} heads", desc.heads), sinks.len()));

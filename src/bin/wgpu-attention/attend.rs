@@ -10,7 +10,7 @@ use wgpu_attention::{
 };
 
 use crate::compare::{Comparison, compare, largest, tolerance};
-use crate::engine::{Answer, Engine, flops};
+use crate::engine::{Answer, Engine};
 use crate::tensor::{self, Data, FileType, Output, Tensor};
 use crate::weights::weights;
 use crate::{Global, terminal};
@@ -592,7 +592,7 @@ fn summary(problem: &Problem, batch: &Batch, engine: &Engine, answer: &Answer) -
     match &answer.time {
         None => text += &line("time", "nothing to compute"),
         Some(time) => {
-            let flops = flops(desc, batch);
+            let flops = batch.flops(desc);
             text += &line("time", format!("{} ({})", terminal::seconds(time.seconds), time.method));
             let speed = terminal::digits(flops / time.seconds * 1e-12);
             text += &line("speed", format!("{speed} TFLOP/s ({} operations on visible keys)", terminal::digits(flops)));

@@ -281,7 +281,8 @@ impl Bench<'_> {
             self.tell(case, &format!("warming up {}", contender.name));
             // A second time if that was short: clocks rise under the first load.
             for _ in 0..2 {
-                let seconds = block_on(self.timer.time(&contender.work, buffers, contender.repeats))?;
+                let seconds =
+                    block_on(self.timer.time(|pass| contender.work.repeat_in(pass, buffers, contender.repeats)))?;
                 let run = seconds / contender.repeats as f64;
                 contender.repeats = (effort.sample / run).ceil().clamp(1.0, MAX_REPEATS) as usize;
                 self.flops_a_second = self.flops_a_second.max(case.flops() / run);
@@ -294,7 +295,8 @@ impl Bench<'_> {
             self.tell(case, &format!("sample {}", round + 1));
             for contender in contenders.iter_mut().filter(|contender| !contender.done(effort)) {
                 let start = Instant::now();
-                let seconds = block_on(self.timer.time(&contender.work, buffers, contender.repeats))?;
+                let seconds =
+                    block_on(self.timer.time(|pass| contender.work.repeat_in(pass, buffers, contender.repeats)))?;
                 contender.samples.push(seconds / contender.repeats as f64);
                 contender.spent += start.elapsed().as_secs_f64();
                 if contender.done(effort) {

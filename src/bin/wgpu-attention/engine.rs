@@ -3,11 +3,8 @@
 use std::time::Instant;
 
 use anyhow::{Result, bail};
-use wgpu::BufferUsages as Usage;
-use wgpu_attention::{
-    Attention, AttentionDesc, AttentionIo, Batch, DType, HostInput, HostMask, Lengths, Runtime, SelfTest, View,
-    reference,
-};
+use wgpu_attention::measure::Timer;
+use wgpu_attention::{Attention, AttentionDesc, Batch, HostInput, HostOutput, Runtime, SelfTest, reference};
 
 use crate::{Global, device, terminal};
 
@@ -84,16 +81,6 @@ impl Engine {
     }
 }
 
-/// Elements of O, which is contiguous.
-fn out_len(desc: &AttentionDesc, batch: &Batch) -> usize {
-    let rows = match batch.q {
-        Lengths::Uniform { batch, len } => batch as usize * len as usize,
-        Lengths::Padded { max_len, lens } => max_len as usize * lens.len(),
-        Lengths::Ragged { offsets } => offsets.last().map_or(0, |total| *total as usize),
-    };
-    rows * desc.heads as usize * desc.v_dim() as usize
-}
-
 fn oracle(desc: &AttentionDesc, batch: &Batch, input: &HostInput) -> Result<Answer> {
     let spinner = terminal::spinner("computing in f64 on the CPU".into());
     let start = Instant::now();
@@ -102,47 +89,24 @@ fn oracle(desc: &AttentionDesc, batch: &Batch, input: &HostInput) -> Result<Answ
     spinner.finish_and_clear();
     let (out, lse) = result?;
     let narrow = |values: Vec<f64>| values.into_iter().map(|x| x as f32).collect::<Vec<f32>>();
-    let mut out = narrow(out);
-    out.resize(out_len(desc, batch), 0.0);
-    Ok(Answer { time: (!out.is_empty()).then_some(time), out, lse: narrow(lse), variants: Vec::new() })
+    Ok(Answer { time: (!out.is_empty()).then_some(time), out: narrow(out), lse: narrow(lse), variants: Vec::new() })
 }
 
 fn gpu(runtime: &Runtime, desc: &AttentionDesc, batch: &Batch, input: &HostInput) -> Result<Answer> {
     let attention = Attention::new(runtime, desc)?;
     let schedule = attention.schedule(batch)?;
-    let (out_len, lse_len) = (out_len(desc, batch), batch.q.lse_len(desc.heads) as usize);
     let variants = attention.variants();
+    let buffers = attention.upload(batch, input)?;
     if schedule.dispatches() == 0 {
-        return Ok(Answer { out: vec![0.0; out_len], lse: vec![0.0; lse_len], variants, time: None });
+        let HostOutput { out, lse } = pollster::block_on(attention.download(&buffers))?;
+        return Ok(Answer { out, lse, variants, time: None });
     }
-    let tensor = |what: &str, values: &[f32], dtype: DType| runtime.upload(what, &dtype.encode(values), Usage::STORAGE);
-    let q = tensor("q", input.q, desc.q_dtype)?;
-    let k = tensor("k", input.k, desc.kv_dtype)?;
-    let v = tensor("v", input.v, desc.kv_dtype)?;
-    let bias = input.bias.map(|values| tensor("bias", values, desc.bias.unwrap_or_default())).transpose()?;
-    let mask = match input.mask {
-        HostMask::None => None,
-        HostMask::Bool(bytes) => Some(runtime.upload("mask", bytes, Usage::STORAGE)?),
-        HostMask::Bits(words) => Some(runtime.upload("mask", bytemuck::cast_slice(words), Usage::STORAGE)?),
-    };
-    let (out_size, lse_size) = (out_len as u64 * desc.out_dtype.size(), lse_len as u64 * 4);
-    let out = runtime.buffer("out", out_size, Usage::STORAGE | Usage::COPY_SRC)?;
-    let lse = runtime.buffer("lse", lse_size, Usage::STORAGE | Usage::COPY_SRC)?;
-    let io = AttentionIo {
-        q: (&q).into(),
-        k: (&k).into(),
-        v: (&v).into(),
-        out: (&out).into(),
-        lse: desc.lse.then_some(View::from(&lse)),
-        bias: bias.as_ref().map(View::from),
-        mask: mask.as_ref().map(View::from),
-    };
-    let clock = Clock::new(runtime)?;
-    let run = || clock.time(runtime, |pass| attention.record_in(pass, &schedule, &io));
+    let timer = Timer::new(runtime)?;
+    let clock = if timer.is_gpu_clock() { "GPU timestamps" } else { "wall time with submission" };
+    let run = || Ok(pollster::block_on(timer.time(|pass| attention.record_in(pass, &schedule, &buffers.io())))?);
     let first = run()?;
-    let out = desc.out_dtype.decode(&pollster::block_on(runtime.read(&out, out_size))?, out_len);
-    let lse = DType::F32.decode(&pollster::block_on(runtime.read(&lse, lse_size))?, lse_len);
-    Ok(Answer { out, lse, variants, time: Some(median(first, run, clock.name())?) })
+    let HostOutput { out, lse } = pollster::block_on(attention.download(&buffers))?;
+    Ok(Answer { out, lse, variants, time: Some(median(first, run, clock)?) })
 }
 
 /// Runs on after the first until there is something to take a median of.
@@ -164,75 +128,4 @@ fn median(first: f64, run: impl Fn() -> Result<f64>, clock: &str) -> Result<Time
         count => format!("median of {count} runs, {clock}"),
     };
     Ok(Time { seconds: times[times.len() / 2], method })
-}
-
-/// GPU timestamps where there are any, otherwise the time until the device has finished.
-struct Clock {
-    timestamps: Option<(wgpu::QuerySet, wgpu::Buffer)>,
-}
-
-impl Clock {
-    fn new(runtime: &Runtime) -> Result<Clock> {
-        if !runtime.caps().features.contains(wgpu::Features::TIMESTAMP_QUERY) {
-            return Ok(Clock { timestamps: None });
-        }
-        let descriptor = wgpu::QuerySetDescriptor { label: Some("time"), ty: wgpu::QueryType::Timestamp, count: 2 };
-        let buffer = runtime.buffer("time", 16, Usage::QUERY_RESOLVE | Usage::COPY_SRC)?;
-        Ok(Clock { timestamps: Some((runtime.device().create_query_set(&descriptor), buffer)) })
-    }
-
-    fn name(&self) -> &'static str {
-        if self.timestamps.is_some() { "GPU timestamps" } else { "wall time with submission" }
-    }
-
-    /// Submits one compute pass, waits for it, and returns its seconds.
-    fn time(
-        &self,
-        runtime: &Runtime,
-        record: impl Fn(&mut wgpu::ComputePass) -> wgpu_attention::Result<()>,
-    ) -> Result<f64> {
-        let scope = runtime.device().push_error_scope(wgpu::ErrorFilter::Validation);
-        let start = Instant::now();
-        let mut encoder = runtime.device().create_command_encoder(&Default::default());
-        let timestamp_writes = self.timestamps.as_ref().map(|(query_set, _)| wgpu::ComputePassTimestampWrites {
-            query_set,
-            beginning_of_pass_write_index: Some(0),
-            end_of_pass_write_index: Some(1),
-        });
-        let mut pass =
-            encoder.begin_compute_pass(&wgpu::ComputePassDescriptor { label: Some("attend"), timestamp_writes });
-        record(&mut pass)?;
-        drop(pass);
-        if let Some((query_set, buffer)) = &self.timestamps {
-            encoder.resolve_query_set(query_set, 0..2, buffer, 0);
-        }
-        runtime.queue().submit([encoder.finish()]);
-        runtime.wait()?;
-        let wall = start.elapsed().as_secs_f64();
-        if let Some(error) = pollster::block_on(scope.pop()) {
-            return Err(wgpu_attention::Error::from(error).into());
-        }
-        let Some((_, buffer)) = &self.timestamps else { return Ok(wall) };
-        let bytes = pollster::block_on(runtime.read(buffer, 16))?;
-        let ticks: Vec<u64> = bytes.as_chunks().0.iter().map(|tick| u64::from_le_bytes(*tick)).collect();
-        // A coarse clock may not advance during a short run.
-        let ticks = ticks[1].checked_sub(ticks[0]).filter(|ticks| *ticks > 0);
-        Ok(ticks.map_or(wall, |ticks| ticks as f64 * f64::from(runtime.queue().get_timestamp_period()) * 1e-9))
-    }
-}
-
-/// Operations of a batch, a multiply-add counted as two: pairs of a row and a key that causal and window leave visible,
-/// times heads, times the dims of QK and V. Masks do not lower it.
-pub fn flops(desc: &AttentionDesc, batch: &Batch) -> f64 {
-    let window = desc.effective_window();
-    let mut pairs = 0;
-    for b in 0..batch.q.batch() {
-        let (start, kv_len) = (batch.start_of(b), i64::from(batch.kv.len(b)));
-        for position in start..start + i64::from(batch.q.len(b)) {
-            let low = window.left.map_or(0, |left| (position - i64::from(left)).max(0));
-            let high = window.right.map_or(kv_len, |right| (position + i64::from(right) + 1).min(kv_len));
-            pairs += (high - low).max(0);
-        }
-    }
-    pairs as f64 * f64::from(desc.heads) * 2.0 * f64::from(desc.head_dim + desc.v_dim())
 }

@@ -191,6 +191,40 @@ impl<'a> Batch<'a> {
         }
     }
 
+    /// Keys that row `row` of sequence `b` may see by its position; a mask or a bias of −∞ may hide some of them.
+    pub fn visible(&self, desc: &AttentionDesc, b: usize, row: u32) -> std::ops::Range<u32> {
+        let (position, kv_len) = (self.start_of(b) + i64::from(row), i64::from(self.kv.len(b)));
+        let window = desc.effective_window();
+        let low = window.left.map_or(0, |left| (position - i64::from(left)).clamp(0, kv_len));
+        let high = window.right.map_or(kv_len, |right| (position + i64::from(right) + 1).clamp(low, kv_len));
+        low as u32..high as u32
+    }
+
+    /// Floating-point operations: 2·(QK dim + V dim) for every pair of a query head's row and a key in its
+    /// [`visible`](Batch::visible) range.
+    pub fn flops(&self, desc: &AttentionDesc) -> f64 {
+        let rows = (0..self.q.batch()).flat_map(|b| (0..self.q.len(b)).map(move |row| (b, row)));
+        let pairs: u64 = rows.map(|(b, row)| self.visible(desc, b, row).len() as u64).sum();
+        pairs as f64 * f64::from(desc.heads) * 2.0 * f64::from(desc.head_dim + desc.v_dim())
+    }
+
+    /// Elements of O that the layout spans, rows past a padded sequence's length included.
+    pub fn out_len(&self, desc: &AttentionDesc) -> u64 {
+        let rows = match self.q {
+            Lengths::Uniform { len, .. } => len,
+            Lengths::Padded { max_len, .. } => max_len,
+            Lengths::Ragged { .. } => self.q.lse_rows() as u32,
+        };
+        let sequences = if matches!(self.q, Lengths::Ragged { .. }) { 1 } else { self.q.batch() as u64 };
+        if rows == 0 || sequences == 0 {
+            return 0;
+        }
+        let far = |count: u64, stride: u64| (count - 1).saturating_mul(stride);
+        let layout = &self.out_layout;
+        let dims = [far(sequences, layout.batch), far(rows.into(), layout.seq), far(desc.heads.into(), layout.head)];
+        dims.into_iter().fold(layout.offset.saturating_add(desc.v_dim().into()), u64::saturating_add)
+    }
+
     /// Whether the numbers make sense together.
     pub fn validate(&self) -> Result<()> {
         self.q.validate("q")?;

@@ -157,15 +157,10 @@ impl AttentionDesc {
 
     /// Whether the numbers make sense together.
     pub fn validate(&self) -> Result<()> {
-        let range = |what: &str, value: u32, max: u32| match value {
-            0 => Err(Error::shape(what, format!("1 to {max}"), 0)),
-            value if value > max => Err(Error::limit(what, max.into(), value.into(), "this library goes no further")),
-            _ => Ok(()),
-        };
-        range("heads", self.heads, MAX_HEADS)?;
-        range("kv_heads", self.kv_heads, MAX_HEADS)?;
-        range("head_dim", self.head_dim, MAX_HEAD_DIM)?;
-        range("v_head_dim", self.v_dim(), MAX_V_HEAD_DIM)?;
+        Error::unless_in("heads", self.heads, MAX_HEADS)?;
+        Error::unless_in("kv_heads", self.kv_heads, MAX_HEADS)?;
+        Error::unless_in("head_dim", self.head_dim, MAX_HEAD_DIM)?;
+        Error::unless_in("v_head_dim", self.v_dim(), MAX_V_HEAD_DIM)?;
         if !self.heads.is_multiple_of(self.kv_heads) {
             return Err(Error::shape("kv_heads", format!("a divisor of {} heads", self.heads), self.kv_heads));
         }

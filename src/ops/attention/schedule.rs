@@ -68,10 +68,8 @@ shader_struct! {
 /// Which WGSL file has which of these structs, for the test that compares them.
 #[doc(hidden)]
 pub const STRUCTS: &[(&str, &str, &[&str])] = &[
-    ("attention", "Params", Params::FIELDS),
-    ("merge", "Params", Params::FIELDS),
-    ("attention", "Strides", Strides::FIELDS),
-    ("parts/states_partial", "Strides", Strides::FIELDS),
+    ("parts/params", "Params", Params::FIELDS),
+    ("parts/strides", "Strides", Strides::FIELDS),
     ("attention", "Item", Item::FIELDS),
     ("parts/states_partial", "MergeItem", MergeItem::FIELDS),
 ];
@@ -156,11 +154,6 @@ impl Schedule {
     /// Tiles of rows whose keys are split over workgroups and merged.
     pub fn split_tiles(&self) -> usize {
         self.splits
-    }
-
-    /// Elements of O that it reaches.
-    pub(crate) fn out_len(&self) -> u64 {
-        self.reach.out / self.made_for.out_dtype.size()
     }
 
     /// Bytes of partial states it holds on the device.
@@ -325,12 +318,11 @@ impl Attention {
     /// Cuts a batch into tiles of rows with the range of keys that any of them sees.
     fn tiles(&self, batch: &Batch) -> Vec<Tile> {
         let desc = &self.desc;
-        let (group, window) = (desc.group(), desc.effective_window());
+        let group = desc.group();
         let (short_rows, tall_rows) = (tile_q(self.row(true)), tile_q(self.row(false)));
         let mut tiles = Vec::new();
         for b in 0..batch.q.batch() {
-            let (q_len, kv_len, start) = (batch.q.len(b), batch.kv.len(b), batch.start_of(b));
-            let rows = u64::from(q_len) * u64::from(group);
+            let rows = u64::from(batch.q.len(b)) * u64::from(group);
             let item = Item {
                 q: batch.q.start(b, &batch.q_layout) as u32,
                 k: batch.kv.start(b, &batch.k_layout) as u32,
@@ -339,19 +331,18 @@ impl Attention {
                 lse: batch.q.lse_place(b, desc.heads).0 as u32,
                 bias: (batch.bias_layout.offset + b as u64 * batch.bias_layout.batch) as u32,
                 mask: (batch.mask_layout.offset + b as u64 * batch.mask_layout.batch) as u32,
-                q_pos: start as i32,
+                q_pos: batch.start_of(b) as i32,
                 ..Item::default()
             };
             let mut row = 0;
             while row < rows {
                 let short = self.tall.is_none() || (self.short.is_some() && rows - row <= u64::from(short_rows));
                 let count = (rows - row).min(u64::from(if short { short_rows } else { tall_rows }));
-                let first = start + (row / u64::from(group)) as i64;
-                let last = start + ((row + count - 1) / u64::from(group)) as i64;
-                let low = window.left.map_or(0, |left| (first - i64::from(left)).max(0));
-                let high =
-                    window.right.map_or(i64::from(kv_len), |right| (last + i64::from(right) + 1).min(kv_len.into()));
-                let (kv_begin, kv_end) = if low < high { (low as u32, high as u32) } else { (0, 0) };
+                let (first, last) = (row / u64::from(group), (row + count - 1) / u64::from(group));
+                // Ranges of later rows start and end later, so the tile's reaches from the first's start to the last's end.
+                let low = batch.visible(desc, b, first as u32).start;
+                let high = batch.visible(desc, b, last as u32).end;
+                let (kv_begin, kv_end) = if low < high { (low, high) } else { (0, 0) };
                 let item = Item { row_begin: row as u32, row_count: count as u32, kv_begin, kv_end, ..item };
                 tiles.push(Tile { item, short });
                 row += count;
