@@ -95,6 +95,20 @@ impl Attention {
     pub fn upload(&self, batch: &Batch, input: &HostInput) -> Result<HostBuffers> {
         let (runtime, desc) = (self.runtime(), self.desc());
         input.check_mask(desc.mask)?;
+        let reach = self.reach(batch)?;
+        let enough = |what: &str, given: usize, bytes: u64, size: u64| match bytes.div_ceil(size) {
+            need if given as u64 >= need => Ok(()),
+            need => Err(Error::shape(what, format!("at least {need} elements, as the batch says"), given)),
+        };
+        enough("q", input.q.len(), reach.q, desc.q_dtype.size())?;
+        enough("k", input.k.len(), reach.k, desc.kv_dtype.size())?;
+        enough("v", input.v.len(), reach.v, desc.kv_dtype.size())?;
+        enough("bias", input.bias.map_or(0, <[f32]>::len), reach.bias, desc.bias.unwrap_or_default().size())?;
+        match input.mask {
+            HostMask::None => enough("mask", 0, reach.mask, 1)?,
+            HostMask::Bool(bytes) => enough("mask", bytes.len(), reach.mask, 1)?,
+            HostMask::Bits(words) => enough("mask", words.len(), reach.mask, 4)?,
+        }
         let storage = wgpu::BufferUsages::STORAGE;
         let tensor = |what: &str, values: &[f32], dtype: DType| runtime.upload(what, &dtype.encode(values), storage);
         let result = |what: &str, bytes: u64| runtime.buffer(what, bytes, storage | wgpu::BufferUsages::COPY_SRC);

@@ -52,6 +52,11 @@ impl<D> Variant<D> {
     }
 }
 
+/// Whether `wanted` names `row`: in full, or by neighbouring pieces of it between dots (`portable`, `tall.subgroup8`).
+pub fn is_named(row: &str, wanted: &str) -> bool {
+    !wanted.is_empty() && format!(".{row}.").contains(&format!(".{wanted}."))
+}
+
 /// A compiled kernel.
 pub(crate) struct Pipeline {
     pub(crate) pipeline: wgpu::ComputePipeline,

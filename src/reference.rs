@@ -36,8 +36,9 @@ fn masked_in(
     row: u32,
     key: u32,
 ) -> Result<bool> {
-    let start = score_place(&batch.mask_layout, b, head, row);
-    let key = u64::from(key) * batch.mask_layout.key;
+    let layout = batch.mask_layout.unwrap_or_default();
+    let start = score_place(&layout, b, head, row);
+    let key = u64::from(key) * layout.key;
     let missing = |len: usize| Error::shape("mask", "an element for every score", format!("{len} elements"));
     match (desc.mask, mask) {
         (None, HostMask::None) => Ok(true),
@@ -86,7 +87,8 @@ pub fn attention_row<F: Float>(
         }
         if desc.bias.is_some() {
             let bias = input.bias.ok_or_else(|| Error::shape("bias", "values, as the descriptor says", "none"))?;
-            let at = score_place(&batch.bias_layout, b, head, row) + u64::from(key) * batch.bias_layout.key;
+            let layout = batch.bias_layout.unwrap_or_default();
+            let at = score_place(&layout, b, head, row) + u64::from(key) * layout.key;
             let bias = element(bias, at, "bias")?;
             if bias == f32::NEG_INFINITY {
                 continue;

@@ -1,6 +1,7 @@
 //! A device with what was found out about it.
 
 use std::collections::BTreeMap;
+use std::hash::{Hash, Hasher};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::caps::{Caps, CapsMask};
@@ -143,7 +144,8 @@ impl Runtime {
     ) -> Result<Self> {
         let mut caps = Caps::of(&device);
         caps.cooperative_matrix = options.cooperative_matrix.clone();
-        let key = key_of(&caps.info);
+        let rows = options.attention_variants.clone().unwrap_or_else(attention::variants);
+        let key = key_of(&caps.info, &rows);
         let stored = options.verdicts.as_deref().and_then(|bytes| parse_verdicts(bytes, &key)).unwrap_or_default();
         let inner = Inner {
             pipeline_cache: pipeline_cache(&device, &caps.info, options.pipeline_cache.as_deref()),
@@ -152,7 +154,7 @@ impl Runtime {
             queue,
             verdicts: stored,
             pipelines: Pipelines::default(),
-            attention_variants: options.attention_variants.unwrap_or_else(attention::variants),
+            attention_variants: rows,
             lost,
         };
         let mut runtime = Runtime { inner: Arc::new(inner) };
@@ -245,7 +247,7 @@ impl Runtime {
 
     /// All verdicts as bytes to keep for [`RuntimeOptions::verdicts`]: text, a few hundred bytes.
     pub fn verdicts(&self) -> Vec<u8> {
-        let mut text = format!("{MAGIC}\n{}\n", key_of(&self.caps().info));
+        let mut text = format!("{MAGIC}\n{}\n", key_of(&self.caps().info, &self.inner.attention_variants));
         for (name, verdict) in &self.inner.verdicts {
             match verdict {
                 Verdict::Passed => text += &format!("{name}\tpassed\n"),
@@ -289,6 +291,17 @@ impl Runtime {
             self.caps().check_workgroup(label, linked.workgroup_bytes, invocations)
         });
         check.err().map(|error| error.to_string())
+    }
+
+    /// Tells that the device is lost, from the callback that an application sets with
+    /// [`wgpu::Device::set_device_lost_callback`]: from then on everything is [`Error::DeviceLost`]. A device that
+    /// [`Runtime::open`] made is watched already. Without this, recording goes on and reading back fails.
+    pub fn mark_lost(&self, reason: &str) {
+        *self.inner.lost.lock().unwrap_or_else(PoisonError::into_inner) = Some(reason.into());
+    }
+
+    pub(crate) fn is(&self, other: &Runtime) -> bool {
+        Arc::ptr_eq(&self.inner, &other.inner)
     }
 
     pub(crate) fn check_lost(&self) -> Result<()> {
@@ -382,17 +395,23 @@ impl Runtime {
 const MAGIC: &str = "wgpu-attention verdicts 1";
 const END: &str = "end\n";
 
-/// Verdicts hold for one adapter, driver and version of this crate.
-fn key_of(info: &wgpu::AdapterInfo) -> String {
+/// Verdicts hold for one adapter, driver and version of this crate, and for the same rows and shaders.
+fn key_of(info: &wgpu::AdapterInfo, rows: &[Variant<AttentionDesc>]) -> String {
+    let mut hasher = std::hash::DefaultHasher::new();
+    shader::FILES.hash(&mut hasher);
+    for row in rows {
+        (row.name, format!("{:?}", row.needs), row.swaps, row.values).hash(&mut hasher);
+    }
     format!(
-        "{}|{:x}:{:x}|{}|{}|{:?}|{}",
+        "{}|{:x}:{:x}|{}|{}|{:?}|{}|{:016x}",
         info.name,
         info.vendor,
         info.device,
         info.driver,
         info.driver_info,
         info.backend,
-        env!("CARGO_PKG_VERSION")
+        env!("CARGO_PKG_VERSION"),
+        hasher.finish(),
     )
     .replace(['\n', '\t'], " ")
 }

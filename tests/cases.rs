@@ -213,14 +213,18 @@ fn cases_14_15_16_49_sizes_that_do_not_fit() {
             Error::Limit { what, limit, value, .. } => assert!(what.contains(part) && value > limit, "{name}: {what}"),
             other => panic!("{name}: {other}"),
         };
-        let small = Batch::new(&desc, uniform(1, 1), uniform(1, 10));
-        limit(&Batch::new(&desc, uniform(1, 1), uniform(1, 1 << 23)), " k");
+        let new = |q, kv| Batch { mask_layout: Some(ScoreLayout::default()), ..Batch::new(&desc, q, kv) };
+        let small = new(uniform(1, 1), uniform(1, 10));
+        limit(&new(uniform(1, 1), uniform(1, 1 << 23)), " k");
         limit(&Batch { v_layout: Layout { seq: 1 << 40, ..small.v_layout }, ..small }, " v");
         limit(&Batch { v_layout: Layout { seq: u64::MAX, ..small.v_layout }, ..small }, " v");
         limit(&Batch { q_layout: Layout { offset: u64::MAX, ..small.q_layout }, ..small }, " q");
-        limit(&Batch { mask_layout: ScoreLayout { head: 1 << 32, key: 1, ..Default::default() }, ..small }, " mask");
-        limit(&Batch::new(&desc, uniform(1, 1), uniform(1, (1 << 30) + 1)), "kv length");
-        limit(&Batch::new(&desc, uniform(1 << 31, 1), uniform(1 << 31, 1)), "q");
+        limit(
+            &Batch { mask_layout: Some(ScoreLayout { head: 1 << 32, key: 1, ..Default::default() }), ..small },
+            " mask",
+        );
+        limit(&new(uniform(1, 1), uniform(1, (1 << 30) + 1)), "kv length");
+        limit(&new(uniform(1 << 31, 1), uniform(1 << 31, 1)), "q");
     }
 }
 
@@ -229,7 +233,7 @@ fn cases_14_15_16_49_sizes_that_do_not_fit() {
 fn case_30_a_mask_larger_than_the_sequence() {
     each(over(AttentionDesc { mask: Some(MaskKind::Bool), ..base(2, 1, 8) }), |what, runtime, desc| {
         let mut batch = Batch::new(desc, uniform(1, 33), uniform(1, 47));
-        batch.mask_layout = ScoreLayout { offset: 5, batch: 0, head: 0, row: 64, key: 1 };
+        batch.mask_layout = Some(ScoreLayout { offset: 5, batch: 0, head: 0, row: 64, key: 1 });
         let mut tensors = Tensors::random(desc, &batch, &mut Data::new(30));
         // Blocks of 16 × 16, some visible.
         let mask =
@@ -277,7 +281,7 @@ fn cases_39_41_minus_infinity_and_the_lowest_number() {
             for kv_len in [9, 300] {
                 let mut batch = Batch::new(desc, uniform(1, 3), uniform(1, kv_len));
                 let mut tensors = Tensors::random(desc, &batch, &mut Data::new(39));
-                batch.bias_layout = ScoreLayout::broadcast(&[3, 1], [1, 1, 3, kv_len]).unwrap();
+                batch.bias_layout = ScoreLayout::broadcast(&[3, 1], [1, 1, 3, kv_len]);
                 let lowest = if dtype == DType::F16 { -65504.0 } else { dtype.round(-3.3e38) };
                 tensors.bias = Some(vec![f32::NEG_INFINITY, lowest, 0.0]);
                 let got = check(&format!("{what}, {dtype}"), runtime, desc, &batch, &tensors);
@@ -295,7 +299,7 @@ fn cases_39_41_minus_infinity_and_the_lowest_number() {
                 let mut tensors = Tensors::random(desc, &batch, &mut Data::new(40));
                 tensors.k.iter_mut().for_each(|x| *x *= 1e18);
                 tensors.q.iter_mut().for_each(|x| *x *= 1e17);
-                batch.bias_layout = ScoreLayout::broadcast(&[1], [1, 1, 1, 7]).unwrap();
+                batch.bias_layout = ScoreLayout::broadcast(&[1], [1, 1, 1, 7]);
                 tensors.bias = Some(vec![f32::MIN]);
                 check(&format!("{what}, lowest"), runtime, desc, &batch, &tensors);
             }
@@ -336,7 +340,7 @@ fn cases_42_43_bias_shapes_and_past() {
                     if with_bias {
                         let full = [2, 4, q_len, kv_len];
                         let dims: Vec<u32> = (0..4).map(|i| if shape >> i & 1 == 1 { full[i] } else { 1 }).collect();
-                        batch.bias_layout = ScoreLayout::broadcast(&dims, full).unwrap();
+                        batch.bias_layout = ScoreLayout::broadcast(&dims, full);
                         tensors.bias = Some(data.tensor(dims.iter().product::<u32>() as usize, DType::F32));
                     }
                     check(&format!("{what}, {q_len}×{kv_len}, shape {shape:04b}"), runtime, desc, &batch, &tensors);
@@ -381,8 +385,8 @@ fn cases_47_50_default_limits() {
             };
             let mut batch = Batch::new(&desc, uniform(1, 20), uniform(1, 40));
             let mut tensors = Tensors::random(&desc, &batch, &mut Data::new(47));
-            batch.mask_layout = ScoreLayout::broadcast_bits(&[40], [1, 2, 20, 40]).unwrap();
-            batch.bias_layout = ScoreLayout::broadcast(&[40], [1, 2, 20, 40]).unwrap();
+            batch.mask_layout = ScoreLayout::broadcast_bits(&[40], [1, 2, 20, 40]);
+            batch.bias_layout = ScoreLayout::broadcast(&[40], [1, 2, 20, 40]);
             tensors.bit_mask = Some(vec![0xffff_0fff, 0xff]);
             tensors.bias = Some(Data::new(48).tensor(40, dtype));
             let what = format!("{name}, {head_dim}, {v_dim}, {dtype}");

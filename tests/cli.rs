@@ -242,8 +242,8 @@ fn bias_and_mask_broadcast() {
     };
     let scores = [2, 3, 9, 17];
     let batch = Batch {
-        bias_layout: ScoreLayout::broadcast(&[3, 1, 17], scores).unwrap(),
-        mask_layout: ScoreLayout::broadcast(&[2, 1, 9, 17], scores).unwrap(),
+        bias_layout: ScoreLayout::broadcast(&[3, 1, 17], scores),
+        mask_layout: ScoreLayout::broadcast(&[2, 1, 9, 17], scores),
         ..Batch::new(&desc, uniform(2, 9), uniform(2, 17))
     };
     let input = HostInput { bias: Some(&bias), mask: HostMask::Bool(&bytes), ..data.input() };
@@ -267,7 +267,7 @@ fn ragged() {
     let desc = AttentionDesc { causal: true, bias: Some(DType::F32), ..heads(4, 2, 8, 8) };
     let layout = ScoreLayout::broadcast(&[19, 30], [4, 4, 19, 30]).unwrap();
     let (q, kv) = (Lengths::Ragged { offsets: &q_offsets }, Lengths::Ragged { offsets: &kv_offsets });
-    let batch = Batch { bias_layout: layout, ..Batch::new(&desc, q, kv) };
+    let batch = Batch { bias_layout: Some(layout), ..Batch::new(&desc, q, kv) };
     let data = Qkv::new(&folder, &[25, 4, 8], &[50, 2, 8], &[50, 2, 8]);
     let input = HostInput { bias: Some(&bias), ..data.input() };
     let case = Case { name: "ragged", args: args.clone(), desc: desc.clone(), batch, input, folder };
@@ -299,7 +299,7 @@ fn padded_keys_and_starts() {
     folder.save("mask.npy", &[1, 20], &mask);
     let desc = AttentionDesc { causal: true, mask: Some(wgpu_attention::MaskKind::Bool), ..heads(2, 1, 8, 8) };
     let kv = Lengths::Padded { max_len: 20, lens: &[20, 0, 13] };
-    let mask_layout = ScoreLayout::broadcast(&[1, 20], [3, 2, 7, 20]).unwrap();
+    let mask_layout = ScoreLayout::broadcast(&[1, 20], [3, 2, 7, 20]);
     let input = HostInput { mask: HostMask::Bool(&mask), ..data.input() };
     let args = strings(&["--causal", "--kv-lens", &folder.path("lens.npy"), "--mask", &folder.path("mask.npy")]);
     let starts = folder.path("starts.npy");

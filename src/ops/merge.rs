@@ -92,7 +92,11 @@ pub fn links() -> Vec<(String, crate::Needs, Link)> {
     let mut out = Vec::new();
     for dtype in DType::ALL {
         for fours in [true, false] {
-            out.push((format!("merge.{dtype}.fours-{fours}"), crate::Needs::NONE, link_of(dtype, fours, dtype, fours)));
+            out.push((
+                format!("merge.{dtype}.{}", if fours { "fours" } else { "scalar" }),
+                crate::Needs::NONE,
+                link_of(dtype, fours, dtype, fours),
+            ));
         }
     }
     out

@@ -45,8 +45,8 @@ pub struct AttendArgs {
     /// Compare the log-sum-exp with this
     #[arg(long, value_name = "F", help_heading = "Results")]
     expect_lse: Option<String>,
-    /// Largest difference from the expected values. Default: 1e-4, or 4 units in the last place if a 16-bit type takes
-    /// part, times the largest value of V (of the log-sum-exp)
+    /// Largest difference from the expected values. Default: 1e-4, or 4 units in the last place if the expected values
+    /// or --dtype are of a 16-bit type, times the largest value of V (of the log-sum-exp)
     #[arg(long, value_name = "X", allow_negative_numbers = true, help_heading = "Results")]
     tolerance: Option<f64>,
     /// Draw the attention of this sequence and head
@@ -320,8 +320,8 @@ impl Problem {
         batch.k_layout = layout(&self.kv_rows, desc.kv_heads, desc.head_dim);
         batch.v_layout = layout(&self.kv_rows, desc.kv_heads, desc.v_dim());
         batch.out_layout = layout(&self.q_rows, desc.heads, desc.v_dim());
-        batch.bias_layout = self.bias.as_ref().map(|(_, layout)| *layout).unwrap_or_default();
-        batch.mask_layout = self.mask.as_ref().map(|(_, layout)| *layout).unwrap_or_default();
+        batch.bias_layout = self.bias.as_ref().map(|(_, layout)| *layout);
+        batch.mask_layout = self.mask.as_ref().map(|(_, layout)| *layout);
         batch.start = match &self.starts {
             Starts::BottomRight => Start::BottomRight,
             Starts::TopLeft => Start::TopLeft,

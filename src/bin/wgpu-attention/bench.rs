@@ -7,14 +7,14 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use indicatif::{ProgressBar, ProgressStyle};
 use pollster::block_on;
 use wgpu_attention::cases::{self, Case, Check};
 use wgpu_attention::measure::{CaseBuffers, Timer, Work};
 use wgpu_attention::ops::attention;
 use wgpu_attention::report::{AdapterReport, CaseReport, Method, Report, Skipped, Times, VariantReport};
-use wgpu_attention::{Error, Runtime, SelfTest};
+use wgpu_attention::{Error, Runtime, SelfTest, is_named};
 
 use crate::{Global, device, terminal};
 
@@ -24,16 +24,19 @@ pub struct BenchArgs {
     /// Only cases with this in their name
     #[arg(long, value_name = "SUBSTR")]
     filter: Option<String>,
-    /// Small cases and little time for each: seconds even on a software adapter
+    /// Small cases and little time for each: a second on a GPU, a minute or two on a software adapter
     #[arg(long)]
     quick: bool,
-    /// Also write the measurements to this file
-    #[arg(long, value_name = "FILE")]
+    /// Also write the measurements to this file; without a file, print them instead of the table
+    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = STDOUT)]
     json: Option<PathBuf>,
     /// Name the cases and measure nothing
     #[arg(long)]
     list: bool,
 }
+
+/// The value of `--json` without a file.
+const STDOUT: &str = "-";
 
 /// How long to measure.
 struct Effort {
@@ -64,6 +67,10 @@ pub fn run(args: &BenchArgs, global: &Global) -> Result<()> {
             bail!("no variant is named `{wanted}`; there are {}, and parts of them like `portable`", names.join(", "));
         }
     }
+    let file = args.json.as_deref().filter(|path| *path != Path::new(STDOUT));
+    if let Some(path) = file {
+        open_beside(path)?; // rather now than after minutes of measuring
+    }
     let (_, runtime) = device::open(global, SelfTest::All)?;
     let timer = Timer::new(&runtime)?;
     let mut report = Report {
@@ -91,10 +98,13 @@ pub fn run(args: &BenchArgs, global: &Global) -> Result<()> {
     }
     bench.progress.finish_and_clear();
     device::keep(&runtime);
-    if let Some(path) = &args.json {
+    match (&args.json, file) {
+        (Some(_), None) => terminal::print(report.to_json() + "\n")?,
+        _ => terminal::print(table::show(&report))?,
+    }
+    if let Some(path) = file {
         write(path, &report.to_json())?;
     }
-    terminal::print(table::show(&report))?;
     let failed = table::failures(&report).len();
     if failed > 0 {
         bail!("{failed} outputs were wrong; they have no times");
@@ -108,7 +118,8 @@ fn chosen(args: &BenchArgs) -> Result<Vec<Case>> {
         cases::all().into_iter().filter(|case| case.name.contains(filter)).partition(|case| case.quick == args.quick);
     if ours.is_empty() {
         let hint = match (others.is_empty(), args.quick) {
-            (true, _) => "`bench --list` shows them",
+            (true, false) => "`bench --list` shows them",
+            (true, true) => "`bench --quick --list` shows them",
             (false, true) => "there is one without --quick",
             (false, false) => "there is one with --quick",
         };
@@ -132,10 +143,16 @@ fn progress(cases: usize) -> Result<ProgressBar> {
 }
 
 /// Writes the whole file or nothing.
-fn write(path: &Path, text: &str) -> Result<()> {
+/// A new file in the folder of `path`, to become it.
+fn open_beside(path: &Path) -> Result<tempfile::NamedTempFile> {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let file = tempfile::NamedTempFile::new_in(folder).map_err(|error| error.kind());
+    file.map_err(|kind| anyhow!("cannot write {}: {kind} in {}", path.display(), folder.display()))
+}
+
+fn write(path: &Path, text: &str) -> Result<()> {
     let what = || format!("cannot write {}", path.display());
-    let mut file = tempfile::NamedTempFile::new_in(folder).with_context(what)?;
+    let mut file = open_beside(path)?;
     file.write_all(text.as_bytes()).with_context(what)?;
     file.persist(path).with_context(what)?;
     Ok(())
@@ -317,10 +334,6 @@ fn does_not_fit(error: Error) -> Result<Result<CaseReport, String>> {
 }
 
 /// Whether `wanted` is a row's name or a piece of it between dots.
-fn is_named(row: &str, wanted: &str) -> bool {
-    row == wanted || row.split('.').any(|piece| piece == wanted)
-}
-
 fn rows(work: &Work) -> Vec<String> {
     work.rows().into_iter().map(String::from).collect()
 }

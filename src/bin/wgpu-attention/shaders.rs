@@ -8,7 +8,7 @@ use anyhow::{Context, Result, anyhow, bail, ensure};
 use clap::{Args, ValueEnum};
 use naga::valid::{Capabilities, ModuleInfo, ValidationFlags, Validator};
 use wgpu_attention::shader::{Link, Target, link};
-use wgpu_attention::{Needs, ops};
+use wgpu_attention::{Needs, is_named, ops};
 
 use crate::{Global, terminal};
 
@@ -58,7 +58,7 @@ fn modules() -> Vec<(String, Needs, Link)> {
 pub fn run(args: &ShadersArgs, global: &Global) -> Result<()> {
     let mut chosen = modules();
     if let Some(variant) = &global.variant {
-        chosen.retain(|(name, ..)| name.split('.').any(|piece| piece == variant) || name.starts_with(variant.as_str()));
+        chosen.retain(|(name, ..)| is_named(name, variant));
         ensure!(!chosen.is_empty(), "no module is of the variant `{variant}`; `shaders` lists them");
     }
     if let Some(wanted) = &args.name {

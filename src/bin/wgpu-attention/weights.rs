@@ -50,7 +50,7 @@ fn only<'a>(batch: &Batch<'a>, b: usize, key: u32, start: &'a [i32; 1]) -> Batch
     one.q_layout.offset = batch.q.start(b, &batch.q_layout);
     one.k_layout.offset = batch.kv.start(b, &batch.k_layout) + key * batch.k_layout.seq;
     one.v_layout.offset = batch.kv.start(b, &batch.v_layout) + key * batch.v_layout.seq;
-    for scores in [&mut one.bias_layout, &mut one.mask_layout] {
+    for scores in [&mut one.bias_layout, &mut one.mask_layout].into_iter().flatten() {
         scores.offset += sequence * scores.batch + key * scores.key;
     }
     one.q = Lengths::Uniform { batch: 1, len: batch.q.len(b) };
@@ -82,8 +82,8 @@ mod tests {
         };
         let (q, kv) = (Lengths::Ragged { offsets: &[0, 3, 10] }, Lengths::Ragged { offsets: &[0, 4, 9] });
         let batch = Batch {
-            bias_layout: ScoreLayout::broadcast(&[2, 2, 7, 5], [2, 2, 7, 5]).unwrap(),
-            mask_layout: ScoreLayout::broadcast(&[2, 1, 1, 5], [2, 2, 7, 5]).unwrap(),
+            bias_layout: ScoreLayout::broadcast(&[2, 2, 7, 5], [2, 2, 7, 5]),
+            mask_layout: ScoreLayout::broadcast(&[2, 1, 1, 5], [2, 2, 7, 5]),
             ..Batch::new(&desc, q, kv)
         };
         let wave = |count: usize, step: f32| (0..count).map(|i| (i as f32 * step).sin()).collect::<Vec<f32>>();

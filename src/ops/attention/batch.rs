@@ -147,15 +147,15 @@ pub struct Batch<'a> {
     pub v_layout: Layout,
     /// Of O; no two elements at one place.
     pub out_layout: Layout,
-    /// Of the bias, if there is one.
-    pub bias_layout: ScoreLayout,
-    /// Of the mask, if there is one.
-    pub mask_layout: ScoreLayout,
+    /// Of the bias; needed if there is one.
+    pub bias_layout: Option<ScoreLayout>,
+    /// Of the mask; needed if there is one.
+    pub mask_layout: Option<ScoreLayout>,
 }
 
 impl<'a> Batch<'a> {
-    /// Contiguous tensors: `[batch, len, heads, dim]` or, ragged, `[total, heads, dim]`. Bias and mask, if any, have a
-    /// layout of their own to fill in with [`ScoreLayout::broadcast`].
+    /// Contiguous tensors: `[batch, len, heads, dim]` or, ragged, `[total, heads, dim]`. A bias or a mask needs
+    /// a layout of its own: fill in what [`ScoreLayout::broadcast`] gives.
     ///
     /// ```
     /// use wgpu_attention::{AttentionDesc, Batch, Lengths};
@@ -175,8 +175,8 @@ impl<'a> Batch<'a> {
             k_layout: Layout::bshd(room(&kv), desc.kv_heads, desc.head_dim),
             v_layout: Layout::bshd(room(&kv), desc.kv_heads, desc.v_dim()),
             out_layout: Layout::bshd(room(&q), desc.heads, desc.v_dim()),
-            bias_layout: ScoreLayout::default(),
-            mask_layout: ScoreLayout::default(),
+            bias_layout: None,
+            mask_layout: None,
             q,
             kv,
         }

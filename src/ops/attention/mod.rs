@@ -5,10 +5,12 @@
 //! - Row `i` stands at key position `p = i + start`; `start` is `kv_len − q_len` ([`Start::BottomRight`]) unless chosen.
 //!   Causal: key `j` is visible when `j ≤ p`. Window: `p − left ≤ j ≤ p + right`, both ends included.
 //! - The score is `scale · q·k`, then softcap `c · tanh(s / c)`, then additive bias, then ALiBi `− slope · |p − j|`,
-//!   then masks. A bias of −∞ is a mask; a finite one is not, however low. Sums below −3.4028e38 count as that.
+//!   then masks. A bias of −∞ is a mask; a finite one is not, however low. A score below −3.4028e38 is taken for
+//!   −3.4028e38, which is visible.
 //! - A row that sees no key gives `O = 0` and `LSE = −∞`; with a sink, `LSE = sink`.
 //! - LSE is the natural logarithm of the sum of `exp(score)` (and of `exp(sink)`), f32.
-//! - Nothing that a row does not see influences it, whatever bytes are there. A visible NaN stays in its own row.
+//! - Nothing that a row does not see influences it, whatever bytes are there. NaN and ∞ in what it sees propagate as in ordinary
+//!   arithmetic, and never into another row.
 //! - Arithmetic is f32 whatever the storage; the same plan, inputs and adapter give the same bits.
 //!
 //! [`Attention`] holds what is fixed by a model, [`Schedule`] what is fixed by a batch; [`Attention::record`] appends the
@@ -28,10 +30,10 @@ pub use schedule::{PlannedItem, STRUCTS};
 
 use crate::error::{Error, Result};
 use crate::host::{HostInput, HostMask};
-use crate::kernel::Variant;
+use crate::kernel::{Variant, is_named};
 use crate::runtime::{Runtime, Verdict};
 use crate::shader::shader_struct;
-use crate::view::{DType, View, bind_view};
+use crate::view::{DType, ScoreLayout, View, bind_view};
 use rows::{ByFours, Dest, is_short, link_of};
 
 /// Keys a row sees around its position, both ends included; `None` is unlimited.
@@ -94,7 +96,7 @@ pub struct AttentionDesc {
     pub mask: Option<MaskKind>,
     /// The log-sum-exp is wanted.
     pub lse: bool,
-    /// Use only these variants: the name of a row, or a part of names between dots (`portable`, `subgroup8`).
+    /// Use only these variants: the name of a row, or pieces of names between dots (`portable`, `tall.subgroup8`).
     pub variant: Option<String>,
 }
 
@@ -371,11 +373,10 @@ pub fn explain(runtime: &Runtime, desc: &AttentionDesc) -> Vec<(&'static str, Op
 
 fn forced(runtime: &Runtime, desc: &AttentionDesc, wanted: &str) -> Result<Vec<Variant<AttentionDesc>>> {
     let all = runtime.attention_variants();
-    let named: Vec<_> =
-        all.iter().filter(|row| row.name == wanted || row.name.split('.').any(|piece| piece == wanted)).collect();
+    let named: Vec<_> = all.iter().filter(|row| is_named(row.name, wanted)).collect();
     if named.is_empty() {
         let names: Vec<_> = all.iter().map(|row| row.name).collect();
-        return Err(Error::shape("variant", format!("one of {}, or a piece of one", names.join(", ")), wanted));
+        return Err(Error::shape("variant", format!("one of {}, or pieces of one", names.join(", ")), wanted));
     }
     let mut reason = String::new();
     let mut usable = Vec::new();
@@ -488,6 +489,9 @@ impl Attention {
             v_head_dim: Some(desc.v_dim()),
             ..desc.clone()
         };
+        if !self.runtime.is(&schedule.runtime) {
+            return Err(Error::shape("schedule", "one made on the same Runtime", "another Runtime's"));
+        }
         if plain(&self.desc) != plain(&schedule.made_for) {
             let expected = "a schedule made with the same sizes, types, window, bias, mask and variant";
             return Err(Error::shape("schedule", expected, "another one's"));
@@ -504,14 +508,16 @@ fn wanted<'a>(what: &str, wanted: bool, given: Option<View<'a>>) -> Result<Optio
     }
 }
 
-/// Runs one row on a small case with every kind of score option, empty rows and tails, whole and split, against the
-/// f64 oracle.
+/// Runs one row at its largest V dim on two small cases, against the f64 oracle: one with rows that see no key, tails and
+/// every flag, one split over workgroups and merged, with a bias and a mask as well.
 pub(crate) async fn self_test(runtime: &Runtime, variant: &Variant<AttentionDesc>) -> Result<Verdict> {
+    let serves = |v_dim: &u32| (variant.suits)(&AttentionDesc { v_head_dim: Some(*v_dim), ..AttentionDesc::default() });
+    let widest = [MAX_V_HEAD_DIM, 256, 128, 64, 32].into_iter().find(serves).unwrap_or(16);
     let desc = AttentionDesc {
         heads: 6,
         kv_heads: 2,
         head_dim: 20,
-        v_head_dim: Some(12),
+        v_head_dim: Some(widest - 4),
         causal: true,
         window: Window { left: Some(150), right: None },
         softcap: Some(20.0),
@@ -520,36 +526,54 @@ pub(crate) async fn self_test(runtime: &Runtime, variant: &Variant<AttentionDesc
         lse: true,
         ..AttentionDesc::default()
     };
+    let plain = self_test_on(runtime, variant, &desc, 70, 67).await?;
+    if plain != Verdict::Passed {
+        return Ok(plain);
+    }
+    let wide = Window { left: Some(690), right: None };
+    let desc = AttentionDesc { window: wide, bias: Some(DType::F32), mask: Some(MaskKind::Bits), ..desc };
+    self_test_on(runtime, variant, &desc, 3, 700).await
+}
+
+async fn self_test_on(
+    runtime: &Runtime,
+    variant: &Variant<AttentionDesc>,
+    desc: &AttentionDesc,
+    q_len: u32,
+    kv_len: u32,
+) -> Result<Verdict> {
     let (short, tall) = if is_short(variant) { (Some(variant.clone()), None) } else { (None, Some(variant.clone())) };
-    let attention = Attention::with_rows(runtime, &desc, short, tall)?;
-    // 70 rows on 67 keys have rows without keys; 3 rows on 700 keys are split.
-    for (q_len, kv_len) in [(70, 67), (3, 700)] {
-        let batch =
-            Batch::new(&desc, Lengths::Uniform { batch: 1, len: q_len }, Lengths::Uniform { batch: 1, len: kv_len });
-        let wave = |n: u32, step: f32| (0..n).map(|i| (i as f32 * step).sin() * 2.0).collect::<Vec<f32>>();
-        let (q, k) = (wave(q_len * 6 * 20, 0.37), wave(kv_len * 2 * 20, 0.73));
-        let v = wave(kv_len * 2 * 12, 1.31);
-        let input = HostInput { q: &q, k: &k, v: &v, bias: None, mask: HostMask::None };
-        let got = match attention.run(&batch, &input).await {
-            Ok(got) => got,
-            Err(error @ (Error::DeviceLost(_) | Error::OutOfMemory(_))) => return Err(error),
-            Err(error) => return Ok(Verdict::Failed(error.to_string())),
+    let attention = Attention::with_rows(runtime, desc, short, tall)?;
+    let mut batch =
+        Batch::new(desc, Lengths::Uniform { batch: 1, len: q_len }, Lengths::Uniform { batch: 1, len: kv_len });
+    let scores = [1, desc.heads, q_len, kv_len];
+    let wave = |n: u32, step: f32| (0..n).map(|i| (i as f32 * step).sin() * 2.0).collect::<Vec<f32>>();
+    let (q, k) = (wave(q_len * desc.heads * desc.head_dim, 0.37), wave(kv_len * desc.kv_heads * desc.head_dim, 0.73));
+    let v = wave(kv_len * desc.kv_heads * desc.v_dim(), 1.31);
+    let bias = wave(desc.heads * kv_len, 0.91);
+    let mask: Vec<u32> = (0..kv_len.div_ceil(32)).map(|i| 0x9e37_79b9u32.rotate_left(i)).collect();
+    let mut input = HostInput { q: &q, k: &k, v: &v, bias: None, mask: HostMask::None };
+    if desc.bias.is_some() {
+        batch.bias_layout = ScoreLayout::broadcast(&[desc.heads, 1, kv_len], scores);
+        batch.mask_layout = ScoreLayout::broadcast_bits(&[kv_len], scores);
+        input = HostInput { bias: Some(&bias), mask: HostMask::Bits(&mask), ..input };
+    }
+    let got = match attention.run(&batch, &input).await {
+        Ok(got) => got,
+        Err(error @ (Error::DeviceLost(_) | Error::OutOfMemory(_))) => return Err(error),
+        Err(error) => return Ok(Verdict::Failed(error.to_string())),
+    };
+    if runtime.caps().info.backend == wgpu::Backend::Noop {
+        return Ok(Verdict::Passed); // computes nothing
+    }
+    let (out, lse) = crate::reference::attention::<f64>(desc, &batch, &input)?;
+    for (what, got, want) in [("output", &got.out, &out), ("LSE", &got.lse, &lse)] {
+        let far = |(got, want): (&f32, &f64)| {
+            let distance = (f64::from(*got) - want).abs();
+            f64::from(*got) != *want && (distance.is_nan() || distance > 2e-5)
         };
-        if runtime.caps().info.backend == wgpu::Backend::Noop {
-            continue; // computes nothing
-        }
-        let (out, lse) = crate::reference::attention::<f64>(&desc, &batch, &input)?;
-        let far = |got: &[f32], want: &[f64], tolerance: f64| {
-            got.iter().zip(want).position(|(got, want)| {
-                let distance = (f64::from(*got) - want).abs();
-                f64::from(*got) != *want && (distance.is_nan() || distance > tolerance)
-            })
-        };
-        if let Some(at) = far(&got.out, &out, 2e-5) {
-            return Ok(Verdict::Failed(format!("output {at} is {}, not {:.6}", got.out[at], out[at])));
-        }
-        if let Some(at) = far(&got.lse, &lse, 2e-5) {
-            return Ok(Verdict::Failed(format!("LSE {at} is {}, not {:.6}", got.lse[at], lse[at])));
+        if let Some(at) = got.iter().zip(want).position(far) {
+            return Ok(Verdict::Failed(format!("{what} {at} is {}, not {:.6}", got[at], want[at])));
         }
     }
     Ok(Verdict::Passed)

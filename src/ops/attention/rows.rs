@@ -6,21 +6,31 @@ use crate::ops::attention::{AttentionDesc, MaskKind};
 use crate::shader::Link;
 use crate::view::DType;
 
-/// A row: name, needs, largest V dim, then WORKGROUP, TEAM, KEY_VECS, DIM_STEP, KEY_STEP of `attention.wgsl`.
+/// A row: name, needs, largest V dim, then WORKGROUP, TEAM, KEY_VECS, DIM_STEP, KEY_STEP of `attention.wgsl`. In the name,
+/// `.short.` or `.tall.` says which form it is; the rest is for people. A row with other parts than these is a `Variant`
+/// written out, with its `swaps`.
 macro_rules! variant {
     ($name:literal, $needs:expr, $v_dim:literal, $workgroup:literal, $team:literal, $key_vecs:literal, $dims:literal, $keys:literal) => {
         Variant {
             name: $name,
             needs: $needs,
             swaps: if $needs.subgroup_min > 0 { &[("reduce", "reduce_subgroup")] } else { &[] },
-            values: &[
-                ("WORKGROUP", $workgroup),
-                ("TEAM", $team),
-                ("KEY_VECS", $key_vecs),
-                ("DIM_STEP", $dims),
-                ("KEY_STEP", $keys),
-                ("SPELLED", ($team == 4) as u32),
-            ],
+            values: {
+                const {
+                    let tile_k = 4 * $key_vecs * $team;
+                    assert!($v_dim <= 32 * $team, "a lane accumulates 32 dims of V at most");
+                    assert!(($team as u32).is_power_of_two() && $workgroup % $team == 0);
+                    assert!($dims % 4 == 0 && tile_k % $keys == 0);
+                };
+                &[
+                    ("WORKGROUP", $workgroup),
+                    ("TEAM", $team),
+                    ("KEY_VECS", $key_vecs),
+                    ("DIM_STEP", $dims),
+                    ("KEY_STEP", $keys),
+                    ("SPELLED", ($team == 4) as u32),
+                ]
+            },
             suits: |desc| desc.v_dim() <= $v_dim,
             // Teams of 4 win where subgroups are that small (lavapipe 20 %, SwiftShader 40 %), and lose on GPUs.
             rank: |caps| match caps.subgroup {
@@ -31,8 +41,7 @@ macro_rules! variant {
     };
 }
 
-/// The rows, best first within each form; `short` serves up to 16 packed rows, `tall` more. A lane accumulates
-/// 4·V_VECS dims of V, V_VECS ≤ 8, so a team of TEAM lanes serves 32·TEAM at most.
+/// The rows, best first within each form; `short` serves up to 16 packed rows, `tall` more.
 pub fn variants() -> Vec<Variant<AttentionDesc>> {
     // Measured on the H200, f16, d 128: 23 TFLOP/s with 16 dims a stage, 20 with 8; 16 with 64 keys a step.
     vec![
@@ -158,10 +167,18 @@ pub fn links() -> Vec<(String, Needs, Link)> {
                         bias,
                         ..base.clone()
                     };
-                    let name = format!("{}.{dtype}.fours-{aligned}.{mask:?}", variant.name);
+                    let fours = if aligned { "fours" } else { "scalar" };
+                    let options = match mask {
+                        None => "bias",
+                        Some(MaskKind::Bool) => "bias-bool",
+                        Some(MaskKind::Bits) => "bits",
+                    };
+                    let name = format!("{}.{dtype}.{fours}.{options}", variant.name);
                     out.push((name, variant.needs, link_of(&desc, &variant, Dest::Out, by_fours)));
-                    let name = format!("attention.merge.{dtype}.fours-{aligned}.{mask:?}");
-                    out.push((name, Needs::NONE, merge_link(&desc, by_fours)));
+                    if mask.is_none() {
+                        let name = format!("attention.merge.{dtype}.{fours}");
+                        out.push((name, Needs::NONE, merge_link(&desc, by_fours)));
+                    }
                 }
             }
         }

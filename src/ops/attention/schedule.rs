@@ -7,6 +7,7 @@ use crate::kernel::{Pipeline, Variant};
 use crate::ops::attention::batch::{Batch, Lengths};
 use crate::ops::attention::rows::{ByFours, Dest, link_of, merge_link, tile_k, tile_q};
 use crate::ops::attention::{Attention, AttentionDesc, MaskKind, Params};
+use crate::runtime::Runtime;
 use crate::shader::shader_struct;
 use crate::view::{DType, Layout, ScoreLayout, check_strides};
 
@@ -121,20 +122,21 @@ pub(super) struct Step {
 
 /// Bytes that a schedule reaches in each buffer of the caller.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Reach {
-    pub(super) q: u64,
-    pub(super) k: u64,
-    pub(super) v: u64,
-    pub(super) out: u64,
-    pub(super) lse: u64,
-    pub(super) bias: u64,
-    pub(super) mask: u64,
+pub(crate) struct Reach {
+    pub(crate) q: u64,
+    pub(crate) k: u64,
+    pub(crate) v: u64,
+    pub(crate) out: u64,
+    pub(crate) lse: u64,
+    pub(crate) bias: u64,
+    pub(crate) mask: u64,
 }
 
 /// The work of a batch, balanced over workgroups, with its lists on the device. Immutable: it can be recorded any number
 /// of times, into any encoders, with other buffers each time, and lives as long as the commands that use it need it.
 #[derive(Debug)]
 pub struct Schedule {
+    pub(super) runtime: Runtime,
     pub(super) made_for: AttentionDesc,
     pub(super) steps: Vec<Step>,
     pub(super) items: Option<wgpu::Buffer>,
@@ -200,7 +202,6 @@ impl Attention {
     /// Plans a batch: cuts it into items, splits keys over workgroups where rows are few, and writes the lists to the
     /// device. No command is recorded; a batch without rows gives a schedule without dispatches.
     pub fn schedule(&self, batch: &Batch) -> Result<Schedule> {
-        batch.validate()?;
         let desc = &self.desc;
         let reach = self.reach(batch)?;
         let lists = self.plan(batch)?;
@@ -210,6 +211,7 @@ impl Attention {
             v: batch.v_layout.by_fours(desc.v_dim()),
             out: batch.out_layout.by_fours(desc.v_dim()),
         };
+        let (bias_layout, mask_layout) = (batch.bias_layout.unwrap_or_default(), batch.mask_layout.unwrap_or_default());
         let strides = Strides {
             q_seq: batch.q_layout.seq as u32,
             q_head: batch.q_layout.head as u32,
@@ -220,12 +222,12 @@ impl Attention {
             out_seq: batch.out_layout.seq as u32,
             out_head: batch.out_layout.head as u32,
             lse_head: batch.q.lse_rows() as u32,
-            bias_head: batch.bias_layout.head as u32,
-            bias_row: batch.bias_layout.row as u32,
-            bias_key: batch.bias_layout.key as u32,
-            mask_head: batch.mask_layout.head as u32,
-            mask_row: batch.mask_layout.row as u32,
-            mask_key: batch.mask_layout.key as u32,
+            bias_head: bias_layout.head as u32,
+            bias_row: bias_layout.row as u32,
+            bias_key: bias_layout.key as u32,
+            mask_head: mask_layout.head as u32,
+            mask_row: mask_layout.row as u32,
+            mask_key: mask_layout.key as u32,
             kv_heads: desc.kv_heads,
         };
         let mut steps = Vec::with_capacity(lists.planned.len());
@@ -242,6 +244,7 @@ impl Attention {
         let workspace = lists.slots * u64::from(desc.kv_heads) * slot_bytes(desc.v_dim());
         let storage = wgpu::BufferUsages::STORAGE;
         Ok(Schedule {
+            runtime: self.runtime.clone(),
             made_for: desc.clone(),
             items: (!lists.bytes.is_empty())
                 .then(|| self.runtime.upload("attention items", &lists.bytes, storage))
@@ -319,6 +322,7 @@ impl Attention {
     fn tiles(&self, batch: &Batch) -> Vec<Tile> {
         let desc = &self.desc;
         let group = desc.group();
+        let (bias_layout, mask_layout) = (batch.bias_layout.unwrap_or_default(), batch.mask_layout.unwrap_or_default());
         let (short_rows, tall_rows) = (tile_q(self.row(true)), tile_q(self.row(false)));
         let mut tiles = Vec::new();
         for b in 0..batch.q.batch() {
@@ -329,8 +333,8 @@ impl Attention {
                 v: batch.kv.start(b, &batch.v_layout) as u32,
                 out: batch.q.start(b, &batch.out_layout) as u32,
                 lse: batch.q.lse_place(b, desc.heads).0 as u32,
-                bias: (batch.bias_layout.offset + b as u64 * batch.bias_layout.batch) as u32,
-                mask: (batch.mask_layout.offset + b as u64 * batch.mask_layout.batch) as u32,
+                bias: (bias_layout.offset + b as u64 * bias_layout.batch) as u32,
+                mask: (mask_layout.offset + b as u64 * mask_layout.batch) as u32,
                 q_pos: batch.start_of(b) as i32,
                 ..Item::default()
             };
@@ -397,9 +401,20 @@ impl Attention {
         Ok(writer.lists)
     }
 
-    /// Bytes that the batch reaches in each tensor; offsets and sizes checked against what u32 and a binding can carry.
-    fn reach(&self, batch: &Batch) -> Result<Reach> {
+    /// Bytes that the batch reaches in each tensor, after all checks: of the batch itself, of offsets and sizes against what
+    /// u32 and a binding can carry.
+    pub(crate) fn reach(&self, batch: &Batch) -> Result<Reach> {
+        batch.validate()?;
         let desc = &self.desc;
+        for (what, wanted, layout) in
+            [("bias", desc.bias.is_some(), batch.bias_layout), ("mask", desc.mask.is_some(), batch.mask_layout)]
+        {
+            if wanted && layout.is_none() {
+                return Err(Error::shape(format!("{what}_layout"), format!("one, since there is a {what}"), "none"));
+            }
+        }
+        let bias_layout = batch.bias_layout.unwrap_or_default();
+        let mask_layout = batch.mask_layout.unwrap_or_default();
         let limit = self.runtime.caps().limits.max_storage_buffer_binding_size;
         let bytes = |what: &str, elements: u64, numerator: u64| -> Result<u64> {
             let given = elements.saturating_mul(numerator);
@@ -446,10 +461,10 @@ impl Attention {
             v: rows("v", &batch.kv, &batch.v_layout, desc.kv_heads, v_dim, desc.kv_dtype)?,
             out: rows("out", &batch.q, &batch.out_layout, desc.heads, v_dim, desc.out_dtype)?,
             lse: if desc.lse { bytes("lse", batch.q.lse_len(desc.heads), 4)? } else { 0 },
-            bias: desc.bias.map_or(Ok(0), |dtype| scores("bias", &batch.bias_layout, dtype.size(), |keys| keys))?,
+            bias: desc.bias.map_or(Ok(0), |dtype| scores("bias", &bias_layout, dtype.size(), |keys| keys))?,
             mask: match desc.mask {
-                Some(MaskKind::Bool) => scores("mask", &batch.mask_layout, 1, |keys| keys)?,
-                Some(MaskKind::Bits) => scores("mask", &batch.mask_layout, 4, |keys| keys.div_ceil(32))?,
+                Some(MaskKind::Bool) => scores("mask", &mask_layout, 1, |keys| keys)?,
+                Some(MaskKind::Bits) => scores("mask", &mask_layout, 4, |keys| keys.div_ceil(32))?,
                 None => 0,
             },
         })
