@@ -48,6 +48,8 @@ const WEIGHTS_PITCH: u32 = TEAMS + 1u;
 
 const FLT_MAX: f32 = 3.4028234663852886e38;
 const UNSEEN: f32 = -1.0; // in `weights`: this row does not see this key
+const INFINITY: u32 = 0x7f800000u;
+const MAGNITUDE: vec4<u32> = vec4<u32>(0x7fffffffu);
 
 // Offsets in elements of the sequence's first token (keys: key 0).
 struct Item {
@@ -164,6 +166,9 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     }
     var m = vec4<f32>(-FLT_MAX);
     var l = vec4<f32>();
+    // The largest magnitude of a visible score, as bits: above those of ∞ it is a NaN. Compilers may assume that floats are
+    // none (one makes a `max` of a `select`, and 0 of NaN), of integers they may not.
+    var largest = vec4<u32>();
 
     for (var key = item.kv_begin; key < item.kv_end; key += TILE_K) {
         var s: array<vec4<f32>, KEYS>;
@@ -192,6 +197,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
         for (var i = 0u; i < KEYS; i += 1u) {
             let j = key + 4u * (i / 4u * TEAM + member) + i % 4u;
             var x = s[i] * params.scale;
+            var magnitude = bitcast<vec4<u32>>(x) & MAGNITUDE;
             if params.softcap > 0.0 {
                 x = params.softcap * tanh4(x / params.softcap);
             }
@@ -204,6 +210,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
                 if BIAS {
                     let bias = bias_at(bias_offset + known * strides.bias_key);
                     x += bias;
+                    magnitude = max(magnitude, bitcast<vec4<u32>>(x) & MAGNITUDE);
                     seen[i] &= bitcast<vec4<u32>>(bias) != vec4<u32>(0xff800000u); // a bias of −∞ is a mask
                 }
                 if MASK {
@@ -213,7 +220,8 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
             if (params.flags & ALIBI) != 0u {
                 x -= slope * abs(vec4<f32>(pos - vec4<i32>(i32(j))));
             }
-            // Visible scores stay finite below: a sum that overflowed counts as the lowest finite one. NaN stays NaN.
+            largest = max(largest, select(vec4<u32>(), magnitude, seen[i]));
+            // Visible scores stay finite below: a sum that overflowed counts as the lowest finite one.
             x = select(x, vec4<f32>(-FLT_MAX), (x < vec4<f32>(-FLT_MAX)) | !seen[i]);
             s[i] = x;
             step_max = max(step_max, x);
@@ -262,6 +270,8 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
         }
     }
 
+    // A row with a NaN gets an `l` that is not finite, which the last step makes NaN of.
+    l = bitcast<vec4<f32>>(bitcast<vec4<u32>>(l) | select(vec4<u32>(), vec4<u32>(INFINITY), largest > vec4<u32>(INFINITY)));
     l = team_sum(l, lane);
     let stored = vec4<u32>(item.row_begin + 4u * team) + vec4<u32>(0u, 1u, 2u, 3u) <= vec4<u32>(last_row);
     let done = finish4(item, kv_head, row, head, m, l, stored & vec4<bool>(member == 0u));

@@ -92,6 +92,9 @@ fn cases_4_5_empty_states() {
         for empty in [none, f32::INFINITY] {
             let (out, lse) = merge(runtime, &desc, &layout, &both(one, nan), &[0.5, empty]);
             assert_eq!((out, lse), (one.to_vec(), vec![0.5]), "{name}");
+            let (out, lse) = merge(runtime, &desc, &layout, &both(one, one), &[f32::NAN, 0.5]);
+            let lost = out.iter().chain(&lse).all(|x| x.is_nan());
+            assert!(lost || !runtime.caps().keeps_nan, "{name}: a NaN LSE: {out:?} {lse:?}");
             let (out, lse) = merge(runtime, &desc, &layout, &both(nan, one), &[empty, -3.0]);
             assert_eq!((out, lse), (one.to_vec(), vec![-3.0]), "{name}");
         }

@@ -13,15 +13,16 @@ struct Finished {
     lse: u32,
 }
 
-// `l` is a sum of at most 2³⁰ numbers up to 1: where it is not finite, the row saw a NaN (of which one adapter's exp2 makes ∞).
-fn is_lost(l: f32) -> bool {
-    return (bitcast<u32>(l) & EXPONENT) == EXPONENT;
+// `l` is a sum of at most 2³⁰ numbers up to 1: where it is not finite, the row saw a NaN; where `m` is +∞, the row saw that,
+// and exp(∞ − ∞) is NaN.
+fn is_lost(m: f32, l: f32) -> bool {
+    return (bitcast<u32>(l) & EXPONENT) == EXPONENT || bitcast<u32>(m) == EXPONENT;
 }
 
 fn finish(m: f32, l: f32, head: u32) -> Finished {
     let sink = sink_of(head);
     let has_sink = (params.flags & SINKS) != 0u && bitcast<u32>(sink) != MINUS_INFINITY;
-    if is_lost(l) {
+    if is_lost(m, l) {
         return Finished(bitcast<f32>(NAN | bitcast<u32>(l)), NAN); // of `l`, since a constant NaN is an error
     }
     if l == 0.0 {
