@@ -1,6 +1,7 @@
 //! What an adapter can do, as far as kernels care.
 
 use crate::error::{Error, Result};
+use crate::shader::{BindingKind, Linked};
 
 /// Capabilities of a device: what it was requested with, and what was measured on it.
 #[derive(Clone, Debug)]
@@ -118,8 +119,32 @@ impl Caps {
         }
     }
 
-    /// Bytes of workgroup memory and invocations of a module against the limits; wgpu checks only the second.
-    pub(crate) fn check_workgroup(&self, what: &str, bytes: u32, invocations: u32) -> Result<()> {
+    /// WebGPU guarantees these on every adapter; a native device can be requested with less.
+    pub(crate) fn check_minimum(&self) -> Result<()> {
+        let limits = &self.limits;
+        for (what, least, given) in [
+            ("max_compute_workgroups_per_dimension", 65_535, limits.max_compute_workgroups_per_dimension.into()),
+            ("max_uniform_buffer_binding_size", 16 << 10, limits.max_uniform_buffer_binding_size),
+            ("max_uniform_buffers_per_shader_stage", 3, limits.max_uniform_buffers_per_shader_stage.into()),
+        ] {
+            if given < least {
+                return Err(Error::unsupported("this device", format!("{what} is {given}, WebGPU's least is {least}")));
+            }
+        }
+        Ok(())
+    }
+
+    /// Storage buffers, bytes of workgroup memory and invocations of a module against the limits; wgpu does not check the second.
+    pub(crate) fn check_module(&self, what: &str, linked: &Linked) -> Result<()> {
+        let bytes = linked.workgroup_bytes;
+        let invocations = linked.constants.get("WORKGROUP").copied().unwrap_or(1);
+        let buffers = linked.bindings.iter().filter(|binding| binding.kind != BindingKind::Uniform).count() as u32;
+        let max_buffers = self.limits.max_storage_buffers_per_shader_stage;
+        if buffers > max_buffers {
+            let hint = "request the device with the adapter's limits, or leave options out";
+            let what = format!("storage buffers of {what}");
+            return Err(Error::limit(what, max_buffers.into(), buffers.into(), hint));
+        }
         let (max_bytes, max_invocations) =
             (self.limits.max_compute_workgroup_storage_size, self.limits.max_compute_invocations_per_workgroup);
         if bytes > max_bytes {

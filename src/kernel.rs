@@ -140,8 +140,7 @@ fn compile(
     link: &Link,
 ) -> Result<Pipeline> {
     let linked = shader::link(link, TARGET)?;
-    let invocations = linked.constants.get("WORKGROUP").copied().unwrap_or(1);
-    caps.check_workgroup(label, linked.workgroup_bytes, invocations)?;
+    caps.check_module(label, &linked)?;
     let entries: Vec<_> = linked
         .bindings
         .iter()

@@ -121,6 +121,8 @@ pub fn attention_row<F: Float>(
 
 /// The whole batch: O as the batch lays it out (zeros where nothing is written) and the LSE.
 pub fn attention<F: Float>(desc: &AttentionDesc, batch: &Batch, input: &HostInput) -> Result<(Vec<F>, Vec<F>)> {
+    desc.validate()?;
+    batch.validate()?;
     let mut out = vec![F::zero(); batch.out_len(desc) as usize];
     let mut lse = vec![F::zero(); batch.q.lse_len(desc.heads) as usize];
     for b in 0..batch.q.batch() {

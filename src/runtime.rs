@@ -143,6 +143,7 @@ impl Runtime {
         lost: Arc<Mutex<Option<String>>>,
     ) -> Result<Self> {
         let mut caps = Caps::of(&device);
+        caps.check_minimum()?;
         caps.cooperative_matrix = options.cooperative_matrix.clone();
         let rows = options.attention_variants.clone().unwrap_or_else(attention::variants);
         let key = key_of(&caps.info, &rows);
@@ -286,10 +287,8 @@ impl Runtime {
         if let Err(lacking) = self.caps().has(needs) {
             return Some(lacking);
         }
-        let check = shader::link(link, crate::kernel::TARGET).and_then(|linked| {
-            let invocations = linked.constants.get("WORKGROUP").copied().unwrap_or(1);
-            self.caps().check_workgroup(label, linked.workgroup_bytes, invocations)
-        });
+        let check =
+            shader::link(link, crate::kernel::TARGET).and_then(|linked| self.caps().check_module(label, &linked));
         check.err().map(|error| error.to_string())
     }
 
@@ -357,6 +356,16 @@ impl Runtime {
     /// The first `size` bytes of a buffer with usage `COPY_SRC`, after all work submitted so far.
     pub async fn read(&self, buffer: &wgpu::Buffer, size: u64) -> Result<Vec<u8>> {
         self.check_lost()?;
+        if !buffer.usage().contains(wgpu::BufferUsages::COPY_SRC) {
+            return Err(Error::shape("buffer", "usage COPY_SRC", format!("{:?}", buffer.usage())));
+        }
+        if size.next_multiple_of(4) > buffer.size() {
+            return Err(Error::shape(
+                "size",
+                format!("at most the buffer's {} bytes, in whole words", buffer.size()),
+                size,
+            ));
+        }
         let usage = wgpu::BufferUsages::MAP_READ | wgpu::BufferUsages::COPY_DST;
         let staging = self.buffer("read", size, usage)?;
         let mut encoder = self.device().create_command_encoder(&Default::default());
@@ -372,9 +381,12 @@ impl Runtime {
         let error = scope.pop();
         let mapped = receiver.await.map_err(|_| Error::DeviceLost("the mapping was dropped".into()))?;
         self.check_lost()?;
-        if let Err(failed) = mapped {
-            let message = error.await.map_or_else(|| failed.to_string(), |error| error.to_string());
-            return Err(Error::DeviceLost(message));
+        match (mapped, error.await) {
+            (Ok(()), None) => {}
+            (Ok(()), Some(error)) => return Err(error.into()),
+            (Err(failed), error) => {
+                return Err(Error::DeviceLost(error.map_or_else(|| failed.to_string(), |error| error.to_string())));
+            }
         }
         let range = staging.get_mapped_range(..).map_err(|error| Error::Gpu(error.to_string()))?;
         Ok(range[..size as usize].to_vec())

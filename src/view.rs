@@ -119,13 +119,15 @@ impl Layout {
     /// Contiguous `[batch, len, heads, dim]`, and with any `len` the ragged `[total, heads, dim]`.
     pub const fn bshd(len: u32, heads: u32, dim: u32) -> Self {
         let (len, heads, dim) = (len as u64, heads as u64, dim as u64);
-        Layout { offset: 0, batch: len * heads * dim, seq: heads * dim, head: dim }
+        let seq = heads * dim; // two u32 fit
+        Layout { offset: 0, batch: len.saturating_mul(seq), seq, head: dim }
     }
 
     /// Contiguous `[batch, heads, len, dim]`.
     pub const fn bhsd(len: u32, heads: u32, dim: u32) -> Self {
         let (len, heads, dim) = (len as u64, heads as u64, dim as u64);
-        Layout { offset: 0, batch: len * heads * dim, seq: dim, head: len * dim }
+        let head = len * dim; // two u32 fit
+        Layout { offset: 0, batch: head.saturating_mul(heads), seq: dim, head }
     }
 
     /// Whether rows can be read four elements at a time.
@@ -180,8 +182,8 @@ impl ScoreLayout {
         }
         let stride = |dim: usize, distance: u64| if full[dim] == 1 { 0 } else { distance };
         let row = row_len(full[3]);
-        let head = row * u64::from(full[2]);
-        let batch = head * u64::from(full[1]);
+        let head = row * u64::from(full[2]); // two u32 fit
+        let batch = head.saturating_mul(full[1].into());
         Some(ScoreLayout {
             offset: 0,
             batch: stride(0, batch),
@@ -197,23 +199,25 @@ pub(crate) fn bind_view<'a>(
     what: &str,
     view: Option<View<'a>>,
     reach: u64,
-    alignment: u64,
+    limits: &wgpu::Limits,
 ) -> Result<Option<wgpu::BufferBinding<'a>>> {
     let Some(View { buffer, offset }) = view else { return Ok(None) };
     if !buffer.usage().contains(wgpu::BufferUsages::STORAGE) {
         return Err(Error::shape(what, "a buffer with usage STORAGE", format!("{:?}", buffer.usage())));
     }
-    if !offset.is_multiple_of(alignment) {
+    let alignment = limits.min_storage_buffer_offset_alignment;
+    if !offset.is_multiple_of(alignment.into()) {
         let expected = format!("an offset that is a multiple of {alignment} bytes (Layout::offset is finer)");
         return Err(Error::shape(what, expected, offset));
     }
     let room = buffer.size().saturating_sub(offset) / 4 * 4;
-    let need = reach.max(4).next_multiple_of(4);
+    // A binding has at least one element of its array, a vec4<f32> at most, even where none is read.
+    let need = if reach == 0 { 16 } else { reach.next_multiple_of(4) };
     if need > room {
         let given = format!("{room} from byte {offset} on");
         return Err(Error::shape(what, format!("at least {need} bytes (whole 32-bit words)"), given));
     }
-    let size = need.next_multiple_of(16).min(room);
+    let size = need.next_multiple_of(16).min(room).min((limits.max_storage_buffer_binding_size / 4 * 4).max(need));
     Ok(Some(wgpu::BufferBinding { buffer, offset, size: wgpu::BufferSize::new(size) }))
 }
 

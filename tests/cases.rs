@@ -316,7 +316,8 @@ fn case_40_nan_in_visible_places() {
             for with_bias in [true, false] {
                 let desc = AttentionDesc { bias: desc.bias.filter(|_| with_bias), ..desc.clone() };
                 for (q_len, kv_len) in [(5, 20), (40, 40), (1, 400)] {
-                    for (turn, value) in [f32::NAN, -f32::NAN, f32::INFINITY, f32::NEG_INFINITY].into_iter().enumerate() {
+                    for (turn, value) in [f32::NAN, -f32::NAN, f32::INFINITY, f32::NEG_INFINITY].into_iter().enumerate()
+                    {
                         let mut batch = Batch::new(&desc, uniform(1, q_len), uniform(1, kv_len));
                         let mut tensors = Tensors::random(&desc, &batch, &mut Data::new(40));
                         if with_bias {
@@ -328,7 +329,11 @@ fn case_40_nan_in_visible_places() {
                         let got = run(runtime, &desc, &batch, &tensors);
                         if runtime.caps().keeps_nan {
                             let expected = Expected::of(&desc, &batch, &tensors.input());
-                            expected.check(&got, true, &format!("{what}, softcap {softcap:?}, bias {with_bias}, turn {turn}"));
+                            expected.check(
+                                &got,
+                                true,
+                                &format!("{what}, softcap {softcap:?}, bias {with_bias}, turn {turn}"),
+                            );
                         }
                         assert!(got.out[8..].iter().all(|x| x.is_finite()), "{what}: NaN went to another row");
                     }
@@ -488,4 +493,94 @@ fn ends_of_the_f16_range() {
             assert!(got.out[3].is_nan() || !runtime.caps().keeps_nan, "{what}");
         },
     );
+}
+
+/// Sinks far above all scores, and far below.
+#[test]
+fn large_sinks() {
+    each(over(AttentionDesc { sinks: Some(vec![200.0, 1000.0, -1000.0]), ..base(3, 1, 8) }), |what, runtime, desc| {
+        for kv_len in [20, 400] {
+            let batch = Batch::new(desc, uniform(1, 3), uniform(1, kv_len));
+            check(what, runtime, desc, &batch, &Tensors::random(desc, &batch, &mut Data::new(60)));
+        }
+    });
+}
+
+/// Sums that all fall below the lowest number are equal: the mean of V. One key far above 10⁴ others.
+#[test]
+fn lowest_sums_and_one_dominant_key() {
+    each(over(AttentionDesc { bias: Some(DType::F32), scale: Some(1.0), ..base(1, 1, 4) }), |what, runtime, desc| {
+        for kv_len in [30, 500] {
+            let mut batch = Batch::new(desc, uniform(1, 2), uniform(1, kv_len));
+            let mut tensors = Tensors::random(desc, &batch, &mut Data::new(61));
+            tensors.q.fill(1e18);
+            tensors.k.iter_mut().enumerate().for_each(|(i, x)| *x = -1e19 - i as f32 * 1e16);
+            batch.bias_layout = ScoreLayout::broadcast(&[1], [1, 1, 2, kv_len]);
+            tensors.bias = Some(vec![f32::MIN]);
+            let got = check(what, runtime, desc, &batch, &tensors);
+            let mean = tensors.v.iter().step_by(4).sum::<f32>() / kv_len as f32;
+            assert!((got.out[0] - mean).abs() < 1e-5, "{what}: {} is not {mean}", got.out[0]);
+        }
+        let mut batch = Batch::new(desc, uniform(1, 1), uniform(1, 10_000));
+        let mut tensors = Tensors::random(desc, &batch, &mut Data::new(62));
+        batch.bias_layout = ScoreLayout::broadcast(&[10_000], [1, 1, 1, 10_000]);
+        tensors.bias = Some((0..10_000).map(|key| if key == 4711 { 50.0 } else { 0.0 }).collect());
+        check(what, runtime, desc, &batch, &tensors);
+    });
+}
+
+/// Positions at the ends of what is allowed, where sums come close to 2³¹.
+#[test]
+fn extreme_positions() {
+    let far = 1 << 29;
+    for (start, left, right) in [
+        (far, None, Some((1 << 30) - 1)),
+        (far, Some(far as u32), None),
+        (far, Some(far as u32 - 10), None),
+        (-far, None, Some(far as u32)),
+        (-far, None, Some(far as u32 + 5)),
+        (-far, Some(3), Some((1 << 30) - 1)),
+        (far, Some((1 << 30) - 1), Some((1 << 30) - 1)),
+    ] {
+        each(over(AttentionDesc { window: Window { left, right }, ..base(1, 1, 4) }), |what, runtime, desc| {
+            let starts = [start];
+            let batch = Batch { start: Start::Explicit(&starts), ..Batch::new(desc, uniform(1, 8), uniform(1, 16)) };
+            let tensors = Tensors::random(desc, &batch, &mut Data::new(63));
+            check(&format!("{what}, start {start}, {left:?}, {right:?}"), runtime, desc, &batch, &tensors);
+        });
+    }
+}
+
+/// A bit mask has a stride of 0 or 1 along its keys: others would be read far outside.
+#[test]
+fn bit_masks_with_other_strides_are_refused() {
+    let (_, runtime) = &runtimes()[0];
+    let desc = AttentionDesc { mask: Some(MaskKind::Bits), ..base(1, 1, 4) };
+    let attention = Attention::new(runtime, &desc).unwrap();
+    for key in [2, 1000, 1 << 29] {
+        let layout = Some(ScoreLayout { key, ..ScoreLayout::default() });
+        let batch = Batch { mask_layout: layout, ..Batch::new(&desc, uniform(1, 1), uniform(1, 20)) };
+        assert!(attention.schedule(&batch).unwrap_err().to_string().contains("0 or 1"));
+    }
+    let missing = Batch::new(&desc, uniform(1, 1), uniform(1, 20));
+    assert!(attention.schedule(&missing).unwrap_err().to_string().contains("mask_layout"));
+}
+
+/// Host slices shorter than the batch says are refused, not read as zeros.
+#[test]
+fn short_slices_are_refused() {
+    let (_, runtime) = &runtimes()[0];
+    let desc = AttentionDesc { mask: Some(MaskKind::Bool), ..base(1, 1, 4) };
+    let attention = Attention::new(runtime, &desc).unwrap();
+    let layout = ScoreLayout::broadcast(&[2, 3], [1, 1, 2, 3]);
+    let batch = Batch { mask_layout: layout, ..Batch::new(&desc, uniform(1, 2), uniform(1, 3)) };
+    let (q, k, mask) = ([0.0; 8], [0.0; 12], [1u8; 6]);
+    let run = |q: &[f32], k: &[f32], mask: &[u8]| {
+        let input = HostInput { q, k, v: k, bias: None, mask: HostMask::Bool(mask) };
+        block(attention.run(&batch, &input)).map_err(|error| error.to_string())
+    };
+    run(&q, &k, &mask).unwrap();
+    assert!(run(&q[1..], &k, &mask).unwrap_err().contains("q: expected at least 8"));
+    assert!(run(&q, &k[1..], &mask).unwrap_err().contains("k: expected at least 12"));
+    assert!(run(&q, &k, &mask[1..]).unwrap_err().contains("mask: expected at least 6"));
 }

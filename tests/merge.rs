@@ -156,6 +156,15 @@ fn wrong_merges_are_refused() {
     assert!(refused(&MergeDesc { sinks: Some(vec![f32::NAN; 2]), ..good.clone() }, &layout).contains("sinks"));
     let overlapping = MergeLayout { out_layout: Layout { head: 4, ..layout.out_layout }, ..layout };
     assert!(refused(&good, &overlapping).contains("out_layout"));
+    for (name, runtime) in runtimes() {
+        // More states than an adapter's loops go over.
+        if let Some(limit) = runtime.caps().loop_limit {
+            let many =
+                MergeLayout { states: limit + 1, state_layout: Layout { batch: 0, ..layout.state_layout }, ..layout };
+            let error = Merge::new(runtime, &good, &many).unwrap_err().to_string();
+            assert!(error.contains("states"), "{name}: {error}");
+        }
+    }
     let huge = MergeLayout { states: u32::MAX, rows: u32::MAX, ..layout };
     assert!(refused(&good, &huge).contains("limit"));
 }

@@ -111,6 +111,7 @@ fn wrong_descriptors_are_refused() {
     refused(AttentionDesc { scale: Some(f32::NAN), ..good.clone() }, "scale");
     refused(AttentionDesc { softcap: Some(0.0), ..good.clone() }, "softcap");
     refused(AttentionDesc { softcap: Some(f32::INFINITY), ..good.clone() }, "softcap");
+    refused(AttentionDesc { softcap: Some(1e-40), ..good.clone() }, "softcap");
     refused(AttentionDesc { alibi: Some(vec![0.5; 3]), ..good.clone() }, "one for each of 4");
     refused(AttentionDesc { sinks: Some(vec![f32::NAN; 4]), ..good.clone() }, "sinks");
 }

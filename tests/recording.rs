@@ -242,3 +242,60 @@ fn pipeline_caches_are_checked() {
         }
     }
 }
+
+/// Outputs that overlap, schedules of another runtime and reads past a buffer are refused.
+#[test]
+fn overlaps_strangers_and_long_reads_are_refused() {
+    for (name, runtime) in runtimes() {
+        let attention = Attention::new(runtime, &desc()).unwrap();
+        let batch = Batch::new(attention.desc(), uniform(1, 4), uniform(1, 40));
+        let schedule = attention.schedule(&batch).unwrap();
+        let scene = Scene::new(runtime, attention.desc(), &batch, 70);
+        let io = AttentionIo { lse: Some(scene.io().out), ..scene.io() };
+        let mut encoder = runtime.device().create_command_encoder(&Default::default());
+        let error = attention.record(&mut encoder, &schedule, &io).unwrap_err();
+        assert!(error.to_string().contains("overlaps"), "{name}: {error}");
+
+        let options = RuntimeOptions { verdicts: Some(runtime.verdicts()), ..RuntimeOptions::default() };
+        let other = block(Runtime::new(runtime.device().clone(), runtime.queue().clone(), options)).unwrap();
+        let other = Attention::new(&other, &desc()).unwrap().schedule(&batch).unwrap();
+        let error = attention.record(&mut encoder, &other, &scene.io()).unwrap_err();
+        assert!(error.to_string().contains("another Runtime"), "{name}: {error}");
+
+        let small = runtime.buffer("small", 32, STORAGE).unwrap();
+        assert!(block(runtime.read(&small, 64)).is_err(), "{name}");
+        let unreadable = runtime.buffer("unreadable", 32, wgpu::BufferUsages::STORAGE).unwrap();
+        assert!(block(runtime.read(&unreadable, 16)).is_err(), "{name}");
+    }
+}
+
+/// Devices with less than usual: what fits runs, what does not is an error that names the limit, and nothing panics.
+#[test]
+fn devices_with_little() {
+    for adapter in block(adapters()) {
+        let open = |limits: wgpu::Limits| {
+            let descriptor = wgpu::DeviceDescriptor { required_limits: limits, ..Default::default() };
+            block(adapter.request_device(&descriptor)).unwrap()
+        };
+        // 2000 items of 64 bytes, where 65,536 can be bound.
+        let (device, queue) = open(wgpu::Limits { max_storage_buffer_binding_size: 65_536, ..Default::default() });
+        let runtime = block(Runtime::new(device, queue, RuntimeOptions::default())).unwrap();
+        let desc = AttentionDesc { head_dim: 4, ..AttentionDesc::default() };
+        let offsets: Vec<u32> = (0..=2000).collect();
+        let batch = Batch::new(&desc, Lengths::Ragged { offsets: &offsets }, Lengths::Ragged { offsets: &offsets });
+        let tensors = Tensors::random(&desc, &batch, &mut Data::new(71));
+        let attention = Attention::new(&runtime, &desc).unwrap();
+        assert_eq!(attention.schedule(&batch).unwrap().dispatches(), 2);
+        assert_eq!(block(attention.run(&batch, &tensors.input())).unwrap().out, tensors.v);
+
+        let (device, queue) = open(wgpu::Limits { max_storage_buffers_per_shader_stage: 4, ..Default::default() });
+        let runtime = block(Runtime::new(device, queue, RuntimeOptions::default())).unwrap();
+        let error = Attention::new(&runtime, &desc).unwrap_err().to_string();
+        assert!(error.contains("storage buffers"), "{error}");
+
+        let limits = wgpu::Limits { max_compute_workgroups_per_dimension: 16, ..Default::default() };
+        let (device, queue) = open(limits);
+        let error = block(Runtime::new(device, queue, RuntimeOptions::default())).unwrap_err().to_string();
+        assert!(error.contains("max_compute_workgroups_per_dimension"), "{error}");
+    }
+}

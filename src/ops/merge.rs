@@ -127,6 +127,11 @@ impl Merge {
             }
         }
         let limits = &runtime.caps().limits;
+        // Some software adapters stop loops early; the kernel goes over the states in up to four.
+        let most = runtime.caps().loop_limit.map_or(u32::MAX, |limit| limit / 5);
+        if layout.states > most {
+            return Err(Error::limit("states", most.into(), layout.states.into(), "merge in parts"));
+        }
         let extent = |what: &str, layout: &Layout, states: u32, rows: u32, dtype: DType| {
             let far = |count: u32, stride: u64| u64::from(count.saturating_sub(1)).saturating_mul(stride);
             let elements = if states == 0 || rows == 0 {
@@ -193,11 +198,18 @@ impl Merge {
     pub fn record(&self, encoder: &mut wgpu::CommandEncoder, io: &MergeIo) -> Result<()> {
         self.runtime.check_lost()?;
         let Some(pipeline) = &self.pipeline else { return Ok(()) };
-        let alignment = self.runtime.caps().limits.min_storage_buffer_offset_alignment.into();
+        let limits = &self.runtime.caps().limits;
         let views = [("states", io.states), ("lse", io.lse), ("out", io.out), ("out_lse", io.out_lse)];
         let mut bound = Vec::with_capacity(views.len());
         for ((what, view), reach) in views.into_iter().zip(self.reach) {
-            bound.push(bind_view(what, Some(view), reach, alignment)?);
+            bound.push(bind_view(what, Some(view), reach, limits)?);
+        }
+        let (out, lse) = (io.out, io.out_lse);
+        if out.buffer == lse.buffer
+            && out.offset < lse.offset + self.reach[3].next_multiple_of(16)
+            && lse.offset < out.offset + self.reach[2].next_multiple_of(16)
+        {
+            return Err(Error::shape("out_lse", "a range apart from O's", "one that overlaps it"));
         }
         for (what, input) in [("states", io.states), ("lse", io.lse)] {
             if [io.out, io.out_lse].iter().any(|output| output.buffer == input.buffer) {

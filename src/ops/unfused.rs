@@ -198,6 +198,15 @@ impl Unfused {
             scores: None,
             reach,
         };
+        let columns = kv_len.div_ceil(64);
+        if columns > FOLD {
+            return Err(Error::limit(
+                "tiles of keys",
+                FOLD.into(),
+                columns.into(),
+                "a dispatch has no more workgroups",
+            ));
+        }
         let planes = sequences.saturating_mul(desc.kv_heads);
         if rows == 0 || planes == 0 {
             return Ok(unfused);
@@ -275,7 +284,7 @@ impl Unfused {
     pub fn record_in(&self, pass: &mut wgpu::ComputePass, io: &UnfusedIo) -> Result<()> {
         self.runtime.check_lost()?;
         let Some(scores) = &self.scores else { return Ok(()) };
-        let alignment = self.runtime.caps().limits.min_storage_buffer_offset_alignment.into();
+        let limits = &self.runtime.caps().limits;
         let views = [("q", io.q), ("k", io.k), ("v", io.v), ("out", io.out)];
         let mut bound = Vec::with_capacity(views.len());
         for ((what, view), reach) in views.into_iter().zip(self.reach) {
@@ -283,7 +292,7 @@ impl Unfused {
                 let expected = "a buffer other than the output's (WebGPU demands it)";
                 return Err(Error::shape(what, expected, "the same buffer"));
             }
-            bound.push(bind_view(what, Some(view), reach, alignment)?);
+            bound.push(bind_view(what, Some(view), reach, limits)?);
         }
         for chunk in &self.chunks {
             for (pipeline, [x, y]) in self.pipelines.iter().zip(self.grids) {

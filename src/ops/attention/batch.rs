@@ -44,7 +44,7 @@ impl Lengths<'_> {
         match self {
             Lengths::Uniform { len, .. } => *len,
             Lengths::Padded { lens, .. } => lens[b],
-            Lengths::Ragged { offsets } => offsets[b + 1] - offsets[b],
+            Lengths::Ragged { offsets } => offsets[b + 1].saturating_sub(offsets[b]),
         }
     }
 

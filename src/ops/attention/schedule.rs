@@ -84,8 +84,10 @@ struct Bounds {
     workgroups: u64,
     /// Bytes of partial states at a time.
     workspace: u64,
-    /// Workgroups of a dispatch in one dimension.
+    /// Items of a dispatch: workgroups in one dimension, and what can be bound.
     dispatch: usize,
+    /// States of a merge, from the adapter's loop limit.
+    states: u32,
     /// Multiply-adds of a dispatch, so that none runs into a watchdog.
     work: u64,
 }
@@ -211,7 +213,7 @@ impl Attention {
             v: batch.v_layout.by_fours(desc.v_dim()),
             out: batch.out_layout.by_fours(desc.v_dim()),
         };
-        let (bias_layout, mask_layout) = (batch.bias_layout.unwrap_or_default(), batch.mask_layout.unwrap_or_default());
+        let (bias_layout, mask_layout) = score_layouts(desc, batch);
         let strides = Strides {
             q_seq: batch.q_layout.seq as u32,
             q_head: batch.q_layout.head as u32,
@@ -313,7 +315,9 @@ impl Attention {
             keys,
             workgroups: u64::from(2 * caps.resident_workgroups()),
             workspace: WORKSPACE.min(limits.max_storage_buffer_binding_size),
-            dispatch: limits.max_compute_workgroups_per_dimension as usize,
+            dispatch: (limits.max_compute_workgroups_per_dimension as usize)
+                .min(limits.max_storage_buffer_binding_size as usize / size_of::<Item>()),
+            states: caps.loop_limit.map_or(u32::MAX, |limit| limit / 5), // the merge goes over them in up to four loops
             work: DISPATCH_WORK,
         }
     }
@@ -322,9 +326,12 @@ impl Attention {
     fn tiles(&self, batch: &Batch) -> Vec<Tile> {
         let desc = &self.desc;
         let group = desc.group();
-        let (bias_layout, mask_layout) = (batch.bias_layout.unwrap_or_default(), batch.mask_layout.unwrap_or_default());
+        let (bias_layout, mask_layout) = score_layouts(desc, batch);
         let (short_rows, tall_rows) = (tile_q(self.row(true)), tile_q(self.row(false)));
         let mut tiles = Vec::new();
+        if batch.q.lse_rows() == 0 {
+            return tiles; // however many sequences
+        }
         for b in 0..batch.q.batch() {
             let rows = u64::from(batch.q.len(b)) * u64::from(group);
             let item = Item {
@@ -378,10 +385,6 @@ impl Attention {
     fn plan(&self, batch: &Batch) -> Result<Lists> {
         let bounds = self.bounds();
         let desc = &self.desc;
-        let max_heads = bounds.dispatch as u64;
-        if u64::from(desc.kv_heads) > max_heads {
-            return Err(Error::limit("kv_heads", max_heads, desc.kv_heads.into(), "a dispatch has no more workgroups"));
-        }
         let tiles = self.tiles(batch);
         let chunk = self.chunk(&tiles, &bounds);
         let alignment = self.runtime.caps().limits.min_storage_buffer_offset_alignment;
@@ -413,8 +416,10 @@ impl Attention {
                 return Err(Error::shape(format!("{what}_layout"), format!("one, since there is a {what}"), "none"));
             }
         }
-        let bias_layout = batch.bias_layout.unwrap_or_default();
-        let mask_layout = batch.mask_layout.unwrap_or_default();
+        let (bias_layout, mask_layout) = score_layouts(desc, batch);
+        if desc.mask == Some(MaskKind::Bits) && mask_layout.key > 1 {
+            return Err(Error::shape("mask_layout.key", "0 or 1 for a bit mask", mask_layout.key));
+        }
         let limit = self.runtime.caps().limits.max_storage_buffer_binding_size;
         let bytes = |what: &str, elements: u64, numerator: u64| -> Result<u64> {
             let given = elements.saturating_mul(numerator);
@@ -483,6 +488,12 @@ fn check_distinct(batch: &Batch, desc: &AttentionDesc) -> Result<()> {
     check_strides("out_layout", &mut dims, desc.v_dim().into())
 }
 
+/// Layouts of bias and mask, where the descriptor has them.
+fn score_layouts(desc: &AttentionDesc, batch: &Batch) -> (ScoreLayout, ScoreLayout) {
+    let of = |wanted: bool, layout: Option<ScoreLayout>| layout.filter(|_| wanted).unwrap_or_default();
+    (of(desc.bias.is_some(), batch.bias_layout), of(desc.mask.is_some(), batch.mask_layout))
+}
+
 fn slot_bytes(v_dim: u32) -> u64 {
     u64::from(v_dim.next_multiple_of(4) + 4) * 4
 }
@@ -533,6 +544,10 @@ impl Writer<'_> {
         for tile in tiles {
             let item = tile.item;
             let states = tile.keys().div_ceil(chunk);
+            if states > self.bounds.states {
+                let hint = "use fewer keys or longer chunks; this adapter's loops stop early";
+                return Err(Error::limit("partial states of a row", self.bounds.states.into(), states.into(), hint));
+            }
             let more = u64::from(states) * u64::from(item.row_count);
             if slots + more > room || merges.len() == self.bounds.dispatch {
                 break;
