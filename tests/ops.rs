@@ -511,3 +511,21 @@ fn untested_rows_are_not_used() {
         assert!(attention.variants().iter().all(|name| name.contains("portable")), "{:?}", attention.variants());
     }
 }
+
+/// A shader that does not compile is an error with the file and line of the source, not of the linked text.
+#[test]
+fn compile_errors_name_file_and_line() {
+    for (name, runtime) in runtimes() {
+        let mut rows = attention::variants();
+        rows.retain(|row| row.name == "attention.tall.portable.q64k32");
+        rows[0].swaps = &[("reduce", "tanh")]; // a part without the functions that are called
+        let options = RuntimeOptions { attention_variants: Some(rows), ..RuntimeOptions::default() };
+        let broken = block(Runtime::new(runtime.device().clone(), runtime.queue().clone(), options)).unwrap();
+        let Some(Verdict::Failed(message)) = broken.verdict("attention.tall.portable.q64k32") else { panic!("{name}") };
+        let (_, place) = message.split_once("shaders/attention.wgsl:").unwrap_or_else(|| panic!("{name}: {message}"));
+        let line: usize = place.split(':').next().unwrap().parse().unwrap();
+        let text = wgpu_attention::shader::FILES.iter().find(|(file, _)| *file == "attention").unwrap().1;
+        let source = text.lines().nth(line - 1).unwrap();
+        assert!(source.contains("team_max"), "{name}: line {line}: {source}: {message}");
+    }
+}
