@@ -37,6 +37,11 @@ impl DType {
         }
     }
 
+    /// The part that loads or stores (`what`) this type, four elements at a time or at any offset.
+    pub(crate) fn part(self, what: &str, by_fours: bool) -> String {
+        format!("{what}_{self}{}", if by_fours { "" } else { "_scalar" })
+    }
+
     /// The bytes of `values` in this type, rounded to nearest even, padded with zeros to whole 32-bit words.
     pub fn encode(self, values: &[f32]) -> Vec<u8> {
         let mut bytes: Vec<u8> = match self {
@@ -219,6 +224,45 @@ pub(crate) fn bind_view<'a>(
     }
     let size = need.next_multiple_of(16).min(room).min((limits.max_storage_buffer_binding_size / 4 * 4).max(need));
     Ok(Some(wgpu::BufferBinding { buffer, offset, size: wgpu::BufferSize::new(size) }))
+}
+
+/// Outputs lie in other buffers than inputs, as WebGPU demands, whatever the ranges.
+pub(crate) fn check_input(what: &str, input: View, outputs: &[View]) -> Result<()> {
+    match outputs.iter().any(|output| output.buffer == input.buffer) {
+        true => Err(Error::shape(what, "a buffer other than the outputs' (WebGPU demands it)", "the same buffer")),
+        false => Ok(()),
+    }
+}
+
+/// Two outputs, each with the bytes it reaches, may share a buffer but no byte of it.
+pub(crate) fn check_apart(what: &str, (a, a_reach): (View, u64), (b, b_reach): (View, u64)) -> Result<()> {
+    let end = |view: View, reach: u64| view.offset.saturating_add(reach.next_multiple_of(16));
+    match a.buffer == b.buffer && a.offset < end(b, b_reach) && b.offset < end(a, a_reach) {
+        true => Err(Error::shape(what, "a range apart from O's", "one that overlaps it")),
+        false => Ok(()),
+    }
+}
+
+/// Bytes that `[batch, len, heads, dim]` elements reach in a buffer, if a binding and offsets of 32 bits carry them.
+pub(crate) fn reach_of(
+    what: &str,
+    layout: &Layout,
+    [batch, len, heads, dim]: [u32; 4],
+    dtype: DType,
+    limits: &wgpu::Limits,
+) -> Result<u64> {
+    let far = |count: u32, stride: u64| u64::from(count.saturating_sub(1)).saturating_mul(stride);
+    let elements = match batch.min(len) {
+        0 => 0,
+        _ => [far(batch, layout.batch), far(len, layout.seq), far(heads, layout.head), dim.into()]
+            .into_iter()
+            .fold(layout.offset, u64::saturating_add),
+    };
+    let most = limits.max_storage_buffer_binding_size.min(u64::from(u32::MAX) * dtype.size());
+    match elements.saturating_mul(dtype.size()) {
+        bytes if bytes > most => Err(Error::limit(format!("bytes of {what}"), most, bytes, "split the work")),
+        bytes => Ok(bytes),
+    }
 }
 
 /// Refuses (stride, count) pairs under which two runs of `extent` elements overlap.

@@ -182,6 +182,8 @@ fn wrong_buffers_are_refused() {
         refused(AttentionIo { q: (&copies).into(), ..good }, "STORAGE");
         refused(AttentionIo { q: View { offset: good.q.offset + 4, ..good.q }, ..good }, "multiple of");
         refused(AttentionIo { q: View { offset: 1 << 40, ..good.q }, ..good }, "at least");
+        let far = View { offset: u64::MAX - 255, ..good.out };
+        refused(AttentionIo { lse: Some(far), ..good }, "at least");
         refused(AttentionIo { lse: None, ..good }, "lse");
         refused(AttentionIo { bias: Some(good.q), ..good }, "bias");
         refused(AttentionIo { mask: Some(good.q), ..good }, "mask");

@@ -11,7 +11,7 @@ use crate::kernel::Pipeline;
 use crate::ops::attention::{MAX_HEADS, MAX_V_HEAD_DIM, Params, SINKS, heads_bytes};
 use crate::runtime::Runtime;
 use crate::shader::{Link, shader_struct};
-use crate::view::{DType, Layout, View, bind_view, check_strides};
+use crate::view::{DType, Layout, View, bind_view, check_apart, check_input, check_strides, reach_of};
 
 /// What a merge is made for.
 #[derive(Clone, Debug, PartialEq)]
@@ -103,12 +103,11 @@ pub fn links() -> Vec<(String, crate::Needs, Link)> {
 }
 
 fn link_of(state: DType, state_fours: bool, out: DType, out_fours: bool) -> Link {
-    let part = |what: &str, dtype: DType, fours: bool| format!("{what}_{dtype}{}", if fours { "" } else { "_scalar" });
     let swaps = vec![
         ("states_partial".to_string(), "states_user".to_string()),
         ("lse_none".to_string(), "lse".to_string()),
-        ("states=load_f32".to_string(), part("load", state, state_fours)),
-        ("out=store_f32".to_string(), part("store", out, out_fours)),
+        ("states=load_f32".to_string(), state.part("load", state_fours)),
+        ("out=store_f32".to_string(), out.part("store", out_fours)),
     ];
     Link { file: "merge", swaps, values: Vec::new(), subgroups: false }
 }
@@ -132,22 +131,8 @@ impl Merge {
         if layout.states > most {
             return Err(Error::limit("states", most.into(), layout.states.into(), "merge in parts"));
         }
-        let extent = |what: &str, layout: &Layout, states: u32, rows: u32, dtype: DType| {
-            let far = |count: u32, stride: u64| u64::from(count.saturating_sub(1)).saturating_mul(stride);
-            let elements = if states == 0 || rows == 0 {
-                0
-            } else {
-                [far(states, layout.batch), far(rows, layout.seq), far(desc.heads, layout.head), desc.v_head_dim.into()]
-                    .into_iter()
-                    .fold(layout.offset, u64::saturating_add)
-            };
-            let bytes = elements.saturating_mul(dtype.size());
-            let most = limits.max_storage_buffer_binding_size.min(u64::from(u32::MAX) * dtype.size());
-            if bytes > most {
-                Err(Error::limit(format!("bytes of {what}"), most, bytes, "merge in parts"))
-            } else {
-                Ok(bytes)
-            }
+        let extent = |what: &str, at: &Layout, states: u32, dtype: DType| {
+            reach_of(what, at, [states, layout.rows, desc.heads, desc.v_head_dim], dtype, limits)
         };
         let lse_layout = |states: u32| {
             let bytes =
@@ -156,9 +141,9 @@ impl Merge {
             if bytes > most { Err(Error::limit("bytes of lse", most, bytes, "merge in parts")) } else { Ok(bytes) }
         };
         let reach = [
-            extent("states", &layout.state_layout, layout.states, layout.rows, desc.state_dtype)?,
+            extent("states", &layout.state_layout, layout.states, desc.state_dtype)?,
             lse_layout(layout.states)?,
-            extent("out", &layout.out_layout, 1, layout.rows, desc.out_dtype)?,
+            extent("out", &layout.out_layout, 1, desc.out_dtype)?,
             lse_layout(1)?,
         ];
         let mut dims =
@@ -204,21 +189,9 @@ impl Merge {
         for ((what, view), reach) in views.into_iter().zip(self.reach) {
             bound.push(bind_view(what, Some(view), reach, limits)?);
         }
-        let (out, lse) = (io.out, io.out_lse);
-        if out.buffer == lse.buffer
-            && out.offset < lse.offset + self.reach[3].next_multiple_of(16)
-            && lse.offset < out.offset + self.reach[2].next_multiple_of(16)
-        {
-            return Err(Error::shape("out_lse", "a range apart from O's", "one that overlaps it"));
-        }
+        check_apart("out_lse", (io.out, self.reach[2]), (io.out_lse, self.reach[3]))?;
         for (what, input) in [("states", io.states), ("lse", io.lse)] {
-            if [io.out, io.out_lse].iter().any(|output| output.buffer == input.buffer) {
-                return Err(Error::shape(
-                    what,
-                    "a buffer other than the outputs' (WebGPU demands it)",
-                    "the same buffer",
-                ));
-            }
+            check_input(what, input, &[io.out, io.out_lse])?;
         }
         let group = pipeline.bind(self.runtime.device(), |name| match name {
             "params" => Some(self.params.as_entire_buffer_binding()),

@@ -13,8 +13,7 @@ use crate::kernel::Pipeline;
 use crate::ops::attention::{AttentionDesc, Batch, Lengths, Window};
 use crate::runtime::Runtime;
 use crate::shader::{Link, shader_struct};
-use crate::view::{DType, Layout, View};
-use crate::view::{bind_view, check_strides};
+use crate::view::{DType, Layout, View, bind_view, check_input, check_strides, reach_of};
 
 /// The name of its only variant.
 pub const NAME: &str = "unfused.portable.q64k64";
@@ -114,21 +113,20 @@ pub fn links() -> Vec<(String, Needs, Link)> {
 }
 
 fn link_of(desc: &AttentionDesc, pass: Pass, [q, k, v, out]: [bool; 4]) -> Link {
-    let part = |what: &str, dtype: DType, fours: bool| format!("{what}_{dtype}{}", if fours { "" } else { "_scalar" });
     let (file, swaps) = match pass {
         Pass::Scores => (
             "unfused_scores",
             vec![
-                ("q=load_f32".to_string(), part("load", desc.q_dtype, q)),
-                ("k=load_f32".to_string(), part("load", desc.kv_dtype, k)),
+                ("q=load_f32".to_string(), desc.q_dtype.part("load", q)),
+                ("k=load_f32".to_string(), desc.kv_dtype.part("load", k)),
             ],
         ),
         Pass::Softmax => ("unfused_softmax", Vec::new()),
         Pass::Output => (
             "unfused_output",
             vec![
-                ("v=load_f32".to_string(), part("load", desc.kv_dtype, v)),
-                ("out=store_f32".to_string(), part("store", desc.out_dtype, out)),
+                ("v=load_f32".to_string(), desc.kv_dtype.part("load", v)),
+                ("out=store_f32".to_string(), desc.out_dtype.part("store", out)),
             ],
         ),
     };
@@ -159,18 +157,7 @@ impl Unfused {
             return Err(Error::limit("packed query rows", 64 * u64::from(FOLD), rows, "use the fused attention"));
         }
         let reach = |what: &str, layout: Layout, len: u32, heads: u32, dim: u32, dtype: DType| {
-            let far = |count: u32, stride: u64| u64::from(count.saturating_sub(1)).saturating_mul(stride);
-            let elements = match sequences.min(len) {
-                0 => 0,
-                _ => [far(sequences, layout.batch), far(len, layout.seq), far(heads, layout.head), dim.into()]
-                    .into_iter()
-                    .fold(layout.offset, u64::saturating_add),
-            };
-            let most = limits.max_storage_buffer_binding_size.min(u64::from(u32::MAX) * dtype.size());
-            match elements.saturating_mul(dtype.size()) {
-                bytes if bytes > most => Err(Error::limit(format!("bytes of {what}"), most, bytes, "split the batch")),
-                bytes => Ok(bytes),
-            }
+            reach_of(what, &layout, [sequences, len, heads, dim], dtype, limits)
         };
         let (dim, v_dim) = (desc.head_dim, desc.v_dim());
         let reach = [
@@ -288,9 +275,8 @@ impl Unfused {
         let views = [("q", io.q), ("k", io.k), ("v", io.v), ("out", io.out)];
         let mut bound = Vec::with_capacity(views.len());
         for ((what, view), reach) in views.into_iter().zip(self.reach) {
-            if what != "out" && view.buffer == io.out.buffer {
-                let expected = "a buffer other than the output's (WebGPU demands it)";
-                return Err(Error::shape(what, expected, "the same buffer"));
+            if what != "out" {
+                check_input(what, view, &[io.out])?;
             }
             bound.push(bind_view(what, Some(view), reach, limits)?);
         }

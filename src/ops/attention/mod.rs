@@ -33,7 +33,7 @@ use crate::host::{HostInput, HostMask};
 use crate::kernel::{Variant, is_named};
 use crate::runtime::{Runtime, Verdict};
 use crate::shader::shader_struct;
-use crate::view::{DType, ScoreLayout, View, bind_view};
+use crate::view::{DType, ScoreLayout, View, bind_view, check_apart, check_input};
 use rows::{ByFours, Dest, is_short, link_of};
 
 /// Keys a row sees around its position, both ends included; `None` is unlimited.
@@ -426,12 +426,8 @@ impl Attention {
         self.runtime.check_lost()?;
         self.check_schedule(schedule)?;
         let limits = &self.runtime.caps().limits;
-        if let Some(lse) = io.lse
-            && lse.buffer == io.out.buffer
-            && lse.offset < io.out.offset + schedule.reach.out.next_multiple_of(16)
-            && io.out.offset < lse.offset + schedule.reach.lse.next_multiple_of(16)
-        {
-            return Err(Error::shape("lse", "a range apart from O's", "one that overlaps it"));
+        if let Some(lse) = io.lse {
+            check_apart("lse", (io.out, schedule.reach.out), (lse, schedule.reach.lse))?;
         }
         let lse = wanted("lse", self.desc.lse, io.lse)?;
         let bias = wanted("bias", self.desc.bias.is_some(), io.bias)?;
@@ -439,13 +435,8 @@ impl Attention {
         for (what, input) in
             [("q", Some(io.q)), ("k", Some(io.k)), ("v", Some(io.v)), ("bias", io.bias), ("mask", io.mask)]
         {
-            let same = |output: View| input.is_some_and(|input| input.buffer == output.buffer);
-            if same(io.out) || io.lse.is_some_and(same) {
-                return Err(Error::shape(
-                    what,
-                    "a buffer other than the outputs' (WebGPU demands it)",
-                    "the same buffer",
-                ));
+            if let Some(input) = input {
+                check_input(what, input, &[io.out, io.lse.unwrap_or(io.out)])?;
             }
         }
         let Some(items) = &schedule.items else { return Ok(Vec::new()) }; // no rows, nothing to do

@@ -93,19 +93,15 @@ impl ByFours {
     pub(super) const ALL: ByFours = ByFours { q: true, k: true, v: true, out: true };
 }
 
-fn part(what: &str, dtype: DType, by_fours: bool) -> String {
-    format!("{what}_{dtype}{}", if by_fours { "" } else { "_scalar" })
-}
-
 pub(super) fn link_of(desc: &AttentionDesc, variant: &Variant<AttentionDesc>, dest: Dest, by_fours: ByFours) -> Link {
     let mut swaps: Vec<(String, String)> = variant.swaps.iter().map(|(a, b)| (a.to_string(), b.to_string())).collect();
     let mut swap = |from: &str, to: String| swaps.push((from.into(), to));
-    swap("q=load_f32", part("load", desc.q_dtype, by_fours.q));
-    swap("k=load_f32", part("load", desc.kv_dtype, by_fours.k));
-    swap("v=load_f32", part("load", desc.kv_dtype, by_fours.v));
+    swap("q=load_f32", desc.q_dtype.part("load", by_fours.q));
+    swap("k=load_f32", desc.kv_dtype.part("load", by_fours.k));
+    swap("v=load_f32", desc.kv_dtype.part("load", by_fours.v));
     if let Some(dtype) = desc.bias {
         swap("bias_none", "bias".into());
-        swap("bias=load_f32_scalar", part("load", dtype, false));
+        swap("bias=load_f32_scalar", dtype.part("load", false));
     }
     match desc.mask {
         Some(MaskKind::Bool) => swap("mask_none", "mask_bool".into()),
@@ -115,7 +111,7 @@ pub(super) fn link_of(desc: &AttentionDesc, variant: &Variant<AttentionDesc>, de
     match dest {
         Dest::Partial => swap("dest_out", "dest_partial".into()),
         Dest::Out => {
-            swap("out=store_f32", part("store", desc.out_dtype, by_fours.out));
+            swap("out=store_f32", desc.out_dtype.part("store", by_fours.out));
             if desc.lse {
                 swap("lse_none", "lse".into());
             }
@@ -127,7 +123,7 @@ pub(super) fn link_of(desc: &AttentionDesc, variant: &Variant<AttentionDesc>, de
 }
 
 pub(super) fn merge_link(desc: &AttentionDesc, by_fours: ByFours) -> Link {
-    let mut swaps = vec![("out=store_f32".to_string(), part("store", desc.out_dtype, by_fours.out))];
+    let mut swaps = vec![("out=store_f32".to_string(), desc.out_dtype.part("store", by_fours.out))];
     if desc.lse {
         swaps.push(("lse_none".into(), "lse".into()));
     }
