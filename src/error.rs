@@ -36,6 +36,14 @@ pub enum Error {
         /// What to do.
         hint: String,
     },
+    /// A pool of KV pages has too few free ones; nothing was changed.
+    #[error("{needed} pages are needed and {free} are free: free sequences, or make a pool of more pages")]
+    OutOfPages {
+        /// Pages that the request needs.
+        needed: u32,
+        /// Pages that are free or can be evicted.
+        free: u32,
+    },
     /// A shader was refused by the compiler or the driver; the place is in the source file, not in the linked text.
     #[error("{variant}: {file}:{line}: {message}")]
     Shader {

@@ -32,6 +32,7 @@
 //! - How shaders are put together: [`shader`].
 #![warn(missing_docs)]
 
+pub mod cache;
 mod caps;
 #[doc(hidden)]
 pub mod cases;
@@ -49,6 +50,7 @@ mod runtime;
 pub mod shader;
 mod view;
 
+pub use cache::PageTable;
 pub use caps::{Caps, CapsMask, Needs};
 pub use error::{Error, Result};
 pub use host::{HostBuffers, HostInput, HostMask, HostOutput};

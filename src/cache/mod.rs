@@ -1,0 +1,6 @@
+//! Paged KV (Kwon et al., *PagedAttention*, 2023): keys and values lie in pages of a pool, and a table says which pages
+//! hold the tokens of each sequence.
+
+mod table;
+
+pub use table::PageTable;
