@@ -16,6 +16,8 @@
 
 import package::parts::params::params;
 import package::parts::strides::strides;
+import package::parts::plan::Item;
+import package::parts::plan::item_at;
 import package::parts::exp::exp_below;
 import package::parts::tanh::tanh4;
 import package::parts::reduce::team_max;
@@ -23,6 +25,8 @@ import package::parts::reduce::team_sum;
 @binding(4) import package::parts::load_f32 as q;
 @binding(5) import package::parts::load_f32 as k;
 @binding(6) import package::parts::load_f32 as v;
+import package::parts::kv_dense::k_at;
+import package::parts::kv_dense::v_at;
 import package::parts::bias_none::bias_at;
 import package::parts::mask_none::mask_at;
 import package::parts::dest_out::put;
@@ -51,28 +55,6 @@ const UNSEEN: f32 = -1.0; // in `weights`: this row does not see this key
 const INFINITY: u32 = 0x7f800000u;
 const MAGNITUDE: vec4<u32> = vec4<u32>(0x7fffffffu);
 
-// Offsets in elements of the sequence's first token (keys: key 0).
-struct Item {
-    q: u32,
-    k: u32,
-    v: u32,
-    out: u32,
-    lse: u32,
-    bias: u32,
-    mask: u32,
-    row_begin: u32,
-    row_count: u32,
-    kv_begin: u32,
-    kv_end: u32,
-    q_pos: i32, // position of token 0 among the keys
-    slot: u32,  // split items: first partial state
-    pad_a: u32,
-    pad_b: u32,
-    pad_c: u32,
-}
-
-@group(0) @binding(3) var<storage, read> items: array<Item>;
-
 var<workgroup> stage: array<vec4<f32>, STAGE>;
 var<workgroup> weights: array<vec4<f32>, TILE_K * WEIGHTS_PITCH>;
 var<workgroup> row_offsets: array<vec4<u32>, TEAMS>; // of Q's rows, in elements
@@ -92,7 +74,7 @@ fn stage_q_and_k(item: Item, kv_head: u32, key: u32, dim: u32, lane: u32) {
             block = mat4x4<f32>(q::load4(offset.x, left), q::load4(offset.y, left), q::load4(offset.z, left), q::load4(offset.w, left));
         } else {
             let j = min(vec4<u32>(key + 4u * (four - TEAMS)) + vec4<u32>(0u, 1u, 2u, 3u), vec4<u32>(item.kv_end - 1u));
-            let offset = item.k + kv_head * strides.k_head + j * strides.k_seq + d;
+            let offset = vec4<u32>(k_at(item, kv_head, j.x), k_at(item, kv_head, j.y), k_at(item, kv_head, j.z), k_at(item, kv_head, j.w)) + d;
             block = mat4x4<f32>(k::load4(offset.x, left), k::load4(offset.y, left), k::load4(offset.z, left), k::load4(offset.w, left));
         }
         let turned = transpose(block);
@@ -108,7 +90,7 @@ fn stage_v(item: Item, kv_head: u32, key: u32, lane: u32) {
     for (var b = lane; b < KEY_STEP * V_COLUMNS; b += WORKGROUP) {
         let j = min(key + b / V_COLUMNS, item.kv_end - 1u);
         let d = 4u * (b % V_COLUMNS);
-        stage[b] = v::load4(item.v + kv_head * strides.v_head + j * strides.v_seq + d, i32(params.v_dim) - i32(d));
+        stage[b] = v::load4(v_at(item, kv_head, j) + d, i32(params.v_dim) - i32(d));
     }
 }
 
@@ -127,7 +109,7 @@ fn store(done: Done, stored: vec4<bool>, dim: u32, block: mat4x4<f32>) {
 
 @compute @workgroup_size(WORKGROUP)
 fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
-    let item = items[workgroup.x];
+    let item = item_at(workgroup.x);
     let kv_head = workgroup.y;
     let team = lane / TEAM;
     let member = lane % TEAM;
@@ -140,8 +122,8 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     if member == 0u {
         row_offsets[team] = item.q + token * strides.q_seq + head * strides.q_head;
     }
-    let bias_offset = item.bias + token * strides.bias_row + head * strides.bias_head;
-    let mask_offset = item.mask + token * strides.mask_row + head * strides.mask_head;
+    let bias_offset = item.bias + token * item.bias_row + head * item.bias_head;
+    let mask_offset = item.mask + token * item.mask_row + head * item.mask_head;
 
     // Row r sees keys low[r] … high[r]; all rows of the tile see all_low … all_high, and only steps beyond that look at masks.
     let left_unlimited = (params.flags & LEFT_UNLIMITED) != 0u;

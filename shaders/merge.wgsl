@@ -16,7 +16,7 @@ import package::parts::states_partial::state_out;
 const WORKGROUP: u32 = 64u;
 const FLT_MAX: f32 = 3.4028234663852886e38;
 
-// Where one row's states are and where its result goes.
+// Where one row's states are (`first` and `pitch` as the part takes them) and where its result goes.
 struct Place {
     exists: bool,
     states: u32,

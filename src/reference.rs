@@ -23,8 +23,8 @@ fn place(lengths: &Lengths, layout: &Layout, b: usize, token: u32, head: u32) ->
     lengths.start(b, layout) + u64::from(token) * layout.seq + u64::from(head) * layout.head
 }
 
-fn score_place(layout: &ScoreLayout, b: usize, head: u32, row: u32) -> u64 {
-    layout.offset + b as u64 * layout.batch + u64::from(head) * layout.head + u64::from(row) * layout.row
+fn score_place(layout: &ScoreLayout, head: u32, row: u32) -> u64 {
+    layout.offset + u64::from(head) * layout.head + u64::from(row) * layout.row
 }
 
 fn masked_in(
@@ -36,8 +36,8 @@ fn masked_in(
     row: u32,
     key: u32,
 ) -> Result<bool> {
-    let layout = batch.mask_layout.unwrap_or_default();
-    let start = score_place(&layout, b, head, row);
+    let layout = batch.mask_of(desc, b);
+    let start = score_place(&layout, head, row);
     let key = u64::from(key) * layout.key;
     let missing = |len: usize| Error::shape("mask", "an element for every score", format!("{len} elements"));
     match (desc.mask, mask) {
@@ -75,8 +75,9 @@ pub fn attention_row<F: Float>(
         if too_early || too_late || !masked_in(desc, batch, input.mask, b, head, row, key)? {
             continue;
         }
-        let (q, k) =
-            (place(&batch.q, &batch.q_layout, b, row, head), place(&batch.kv, &batch.k_layout, b, key, kv_head));
+        let q = place(&batch.q, &batch.q_layout, b, row, head);
+        let key_place = |layout: &Layout| batch.key_at(layout, b, key) + u64::from(kv_head) * layout.head;
+        let k = key_place(&batch.k_layout);
         let mut dot = F::zero();
         for d in 0..u64::from(desc.head_dim) {
             dot = dot + to(element(input.q, q + d, "q")?) * to(element(input.k, k + d, "k")?);
@@ -87,8 +88,8 @@ pub fn attention_row<F: Float>(
         }
         if desc.bias.is_some() {
             let bias = input.bias.ok_or_else(|| Error::shape("bias", "values, as the descriptor says", "none"))?;
-            let layout = batch.bias_layout.unwrap_or_default();
-            let at = score_place(&layout, b, head, row) + u64::from(key) * layout.key;
+            let layout = batch.bias_of(desc, b);
+            let at = score_place(&layout, head, row) + u64::from(key) * layout.key;
             let bias = element(bias, at, "bias")?;
             if bias == f32::NEG_INFINITY {
                 continue;
@@ -98,7 +99,7 @@ pub fn attention_row<F: Float>(
         if let Some(slopes) = &desc.alibi {
             score = score - to(slopes[head as usize]) * to((position - j).abs() as f32);
         }
-        seen.push((place(&batch.kv, &batch.v_layout, b, key, kv_head), if score < lowest { lowest } else { score }));
+        seen.push((key_place(&batch.v_layout), if score < lowest { lowest } else { score }));
     }
     let sink = desc.sinks.as_ref().map(|sinks| sinks[head as usize]).filter(|sink| *sink != f32::NEG_INFINITY).map(to);
     let v_dim = u64::from(desc.v_dim());

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use crate::caps::{Caps, CapsMask};
 use crate::error::{Error, Result};
 use crate::kernel::{Pipeline, Pipelines, Variant};
-use crate::ops::attention::{self, AttentionDesc};
+use crate::ops::attention::{self, AttentionDesc, Retired};
 use crate::shader::{self, Link};
 
 /// What a self-test found about a variant on this adapter and driver.
@@ -70,6 +70,7 @@ struct Inner {
     verdicts: BTreeMap<String, Verdict>,
     pipelines: Pipelines,
     pipeline_cache: Option<wgpu::PipelineCache>,
+    retired_schedules: Retired,
     attention_variants: Vec<Variant<AttentionDesc>>,
     lost: Arc<Mutex<Option<String>>>,
 }
@@ -155,6 +156,7 @@ impl Runtime {
             queue,
             verdicts: stored,
             pipelines: Pipelines::default(),
+            retired_schedules: Retired::default(),
             attention_variants: rows,
             lost,
         };
@@ -270,6 +272,10 @@ impl Runtime {
     /// Number of pipelines compiled so far.
     pub fn pipeline_count(&self) -> usize {
         self.inner.pipelines.count()
+    }
+
+    pub(crate) fn retired_schedules(&self) -> &Retired {
+        &self.inner.retired_schedules
     }
 
     pub(crate) fn attention_variants(&self) -> &[Variant<AttentionDesc>] {

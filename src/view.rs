@@ -37,9 +37,14 @@ impl DType {
         }
     }
 
-    /// The part that loads or stores (`what`) this type, four elements at a time or at any offset.
-    pub(crate) fn part(self, what: &str, by_fours: bool) -> String {
-        format!("{what}_{self}{}", if by_fours { "" } else { "_scalar" })
+    /// The part that loads or stores (`what`) this type with this width.
+    pub(crate) fn part(self, what: &str, width: Width) -> String {
+        let suffix = match width {
+            Width::One => "_scalar",
+            Width::Eight if what == "load" && self.size() == 2 => "_eights",
+            Width::Four | Width::Eight => "",
+        };
+        format!("{what}_{self}{suffix}")
     }
 
     /// The bytes of `values` in this type, rounded to nearest even, padded with zeros to whole 32-bit words.
@@ -78,6 +83,31 @@ impl DType {
 impl std::fmt::Display for DType {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(self.name())
+    }
+}
+
+/// Elements that a kernel reads or writes at a time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Width {
+    One,
+    Four,
+    Eight,
+}
+
+impl Width {
+    pub(crate) const ALL: [Width; 3] = [Width::One, Width::Four, Width::Eight];
+
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Width::One => "scalar",
+            Width::Four => "fours",
+            Width::Eight => "eights",
+        }
+    }
+
+    /// At most four, for kernels that take no more.
+    pub(crate) fn narrow(self) -> Width {
+        self.min(Width::Four)
     }
 }
 
@@ -135,9 +165,15 @@ impl Layout {
         Layout { offset: 0, batch: head.saturating_mul(heads), seq: dim, head }
     }
 
-    /// Whether rows can be read four elements at a time.
-    pub(crate) fn by_fours(&self, dim: u32) -> bool {
-        [self.offset, self.batch, self.seq, self.head, dim as u64].iter().all(|x| x.is_multiple_of(4))
+    /// How many elements can be read at a time: rows begin at multiples of that and have a multiple of it.
+    pub(crate) fn width(&self, dim: u32) -> Width {
+        let all =
+            |n: u64| [self.offset, self.batch, self.seq, self.head, dim as u64].iter().all(|x| x.is_multiple_of(n));
+        match () {
+            _ if all(8) => Width::Eight,
+            _ if all(4) => Width::Four,
+            _ => Width::One,
+        }
     }
 }
 
@@ -174,6 +210,12 @@ impl ScoreLayout {
     /// The same for a bit mask, whose rows of keys start at whole words.
     pub fn broadcast_bits(shape: &[u32], scores: [u32; 4]) -> Option<Self> {
         Self::strides(shape, scores, |keys| u64::from(keys.div_ceil(32)))
+    }
+
+    /// That of sequence `b` alone.
+    pub(crate) fn of_sequence(self, b: usize) -> Self {
+        let offset = self.offset.saturating_add((b as u64).saturating_mul(self.batch));
+        ScoreLayout { offset, batch: 0, ..self }
     }
 
     fn strides(shape: &[u32], scores: [u32; 4], row_len: impl Fn(u32) -> u64) -> Option<Self> {

@@ -39,23 +39,33 @@ fn chosen(runtime: &Runtime, v_dim: u32) -> Vec<&'static str> {
 
 #[test]
 fn emulated_adapters_choose_the_expected_rows() {
-    let short = "attention.short.";
-    let tall = "attention.tall.";
-    let names = |a: &str, b: &str| vec![format!("{short}{a}"), format!("{tall}{b}")];
-    let portable = names("portable.q16k64", "portable.q64k32");
+    let names = |decode: &str, short: &str, tall: &str| {
+        let all = [("decode", decode), ("short", short), ("tall", tall)];
+        let named = all.into_iter().filter(|(_, name)| !name.is_empty());
+        named.map(|(form, name)| format!("attention.{form}.{name}")).collect::<Vec<_>>()
+    };
+    let portable = names("portable.q4", "portable.q16k64", "portable.q64k32");
     assert_eq!(chosen(&plain(), 64), portable);
-    assert_eq!(chosen(&plain(), 200), names("portable.q16k64", "portable.q32k64"));
-    assert_eq!(chosen(&plain(), 512), names("portable.q16k64", "portable.q16k64"));
+    assert_eq!(chosen(&plain(), 200), names("portable.q4", "portable.q16k64", "portable.q32k64"));
+    assert_eq!(chosen(&plain(), 512), names("", "portable.q16k64", "portable.q16k64"));
     let f16_only = emulated(wgpu::Features::SHADER_F16, (4, 128), CapsMask::default());
     assert_eq!(chosen(&f16_only, 64), portable);
 
     let subgroups = |min, max| emulated(wgpu::Features::SUBGROUP, (min, max), CapsMask::default());
-    assert_eq!(chosen(&subgroups(4, 4), 64), names("subgroup4.q16k64", "subgroup4.q32k64"));
-    assert_eq!(chosen(&subgroups(8, 8), 64), names("subgroup4.q16k64", "subgroup4.q32k64"));
-    assert_eq!(chosen(&subgroups(8, 32), 64), names("subgroup8.q16k64", "subgroup8.q64k32"));
+    assert_eq!(chosen(&subgroups(4, 4), 64), names("portable.q4", "subgroup4.q16k64", "subgroup4.q32k64"));
+    assert_eq!(chosen(&subgroups(8, 8), 64), names("subgroup8.q4", "subgroup4.q16k64", "subgroup4.q32k64"));
+    assert_eq!(chosen(&subgroups(8, 32), 64), names("subgroup8.q4", "subgroup8.q16k64", "subgroup8.q64k32"));
     for (min, max) in [(16, 16), (32, 32), (64, 64), (128, 128), (16, 128)] {
-        assert_eq!(chosen(&subgroups(min, max), 64), names("subgroup16.q16k64", "subgroup8.q64k32"), "{min}…{max}");
-        assert_eq!(chosen(&subgroups(min, max), 200), names("subgroup16.q16k64", "subgroup16.q32k64"), "{min}…{max}");
+        assert_eq!(
+            chosen(&subgroups(min, max), 64),
+            names("subgroup8.q4", "subgroup16.q16k64", "subgroup8.q64k32"),
+            "{min}…{max}"
+        );
+        assert_eq!(
+            chosen(&subgroups(min, max), 200),
+            names("subgroup16.q4", "subgroup16.q16k64", "subgroup16.q32k64"),
+            "{min}…{max}"
+        );
     }
     // An adapter that guarantees less than 4, as one whose data is missing might: no shuffles.
     assert_eq!(chosen(&subgroups(1, 128), 64), portable);
@@ -66,13 +76,13 @@ fn emulated_adapters_choose_the_expected_rows() {
     let mask = CapsMask { workgroup_bytes: Some(12 << 10), ..CapsMask::default() };
     assert_eq!(
         chosen(&emulated(wgpu::Features::empty(), (4, 4), mask), 32),
-        names("portable.q16k64", "portable.q16k64")
+        names("portable.q4", "portable.q16k64", "portable.q16k64")
     );
     // Few invocations.
     let mask = CapsMask { invocations: Some(64), ..CapsMask::default() };
     assert_eq!(
         chosen(&emulated(wgpu::Features::empty(), (4, 4), mask), 32),
-        names("portable.q16k64", "portable.q16k64")
+        names("portable.q4", "portable.q16k64", "portable.q16k64")
     );
 }
 
@@ -82,7 +92,8 @@ fn forced_variants() {
     let forced =
         |name: &str| Attention::new(&runtime, &AttentionDesc { variant: Some(name.into()), ..Default::default() });
     assert_eq!(forced("attention.tall.portable.q64k32").unwrap().variants(), ["attention.tall.portable.q64k32"]);
-    let portable = ["attention.short.portable.q16k64", "attention.tall.portable.q64k32"];
+    let portable =
+        ["attention.decode.portable.q4", "attention.short.portable.q16k64", "attention.tall.portable.q64k32"];
     assert_eq!(forced("portable").unwrap().variants(), portable);
     assert!(matches!(forced("nonsense"), Err(Error::Shape { .. })));
     let wide = AttentionDesc { variant: Some("q64k32".into()), v_head_dim: Some(300), ..Default::default() };

@@ -16,3 +16,8 @@ fn load4(i: u32, count: i32) -> vec4<f32> {
     if count > 3 { x.w = load1(i + 3u); }
     return x;
 }
+
+// Eight elements in the same way.
+fn load8(i: u32, count: i32) -> mat2x4<f32> {
+    return mat2x4<f32>(load4(i, count), load4(i + 4u, count - 4));
+}

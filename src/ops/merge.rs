@@ -11,7 +11,7 @@ use crate::kernel::Pipeline;
 use crate::ops::attention::{MAX_HEADS, MAX_V_HEAD_DIM, Params, SINKS, heads_bytes};
 use crate::runtime::Runtime;
 use crate::shader::{Link, shader_struct};
-use crate::view::{DType, Layout, View, bind_view, check_apart, check_input, check_strides, reach_of};
+use crate::view::{DType, Layout, View, Width, bind_view, check_apart, check_input, check_strides, reach_of};
 
 /// What a merge is made for.
 #[derive(Clone, Debug, PartialEq)]
@@ -91,23 +91,20 @@ pub struct Merge {
 pub fn links() -> Vec<(String, crate::Needs, Link)> {
     let mut out = Vec::new();
     for dtype in DType::ALL {
-        for fours in [true, false] {
-            out.push((
-                format!("merge.{dtype}.{}", if fours { "fours" } else { "scalar" }),
-                crate::Needs::NONE,
-                link_of(dtype, fours, dtype, fours),
-            ));
+        for width in [Width::One, Width::Four] {
+            let name = format!("merge.{dtype}.{}", width.name());
+            out.push((name, crate::Needs::NONE, link_of(dtype, width, dtype, width)));
         }
     }
     out
 }
 
-fn link_of(state: DType, state_fours: bool, out: DType, out_fours: bool) -> Link {
+fn link_of(state: DType, state_width: Width, out: DType, out_width: Width) -> Link {
     let swaps = vec![
         ("states_partial".to_string(), "states_user".to_string()),
         ("lse_none".to_string(), "lse".to_string()),
-        ("states=load_f32".to_string(), state.part("load", state_fours)),
-        ("out=store_f32".to_string(), out.part("store", out_fours)),
+        ("states=load_f32".to_string(), state.part("load", state_width)),
+        ("out=store_f32".to_string(), out.part("store", out_width)),
     ];
     Link { file: "merge", swaps, values: Vec::new(), subgroups: false }
 }
@@ -165,8 +162,8 @@ impl Merge {
         };
         let params =
             Params { flags: if desc.sinks.is_some() { SINKS } else { 0 }, v_dim: desc.v_head_dim, ..Params::default() };
-        let fours = (layout.state_layout.by_fours(desc.v_head_dim), layout.out_layout.by_fours(desc.v_head_dim));
-        let link = link_of(desc.state_dtype, fours.0, desc.out_dtype, fours.1);
+        let width = |layout: &Layout| layout.width(desc.v_head_dim).narrow();
+        let link = link_of(desc.state_dtype, width(&layout.state_layout), desc.out_dtype, width(&layout.out_layout));
         let uniform = wgpu::BufferUsages::UNIFORM;
         Ok(Merge {
             pipeline: (layout.rows > 0).then(|| runtime.pipeline("merge", &link)).transpose()?,

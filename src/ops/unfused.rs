@@ -13,7 +13,7 @@ use crate::kernel::Pipeline;
 use crate::ops::attention::{AttentionDesc, Batch, Lengths, Window};
 use crate::runtime::Runtime;
 use crate::shader::{Link, shader_struct};
-use crate::view::{DType, Layout, View, bind_view, check_input, check_strides, reach_of};
+use crate::view::{DType, Layout, View, Width, bind_view, check_input, check_strides, reach_of};
 
 /// The name of its only variant.
 pub const NAME: &str = "unfused.portable.q64k64";
@@ -99,12 +99,12 @@ pub struct Unfused {
 pub fn links() -> Vec<(String, Needs, Link)> {
     let mut out = Vec::new();
     for dtype in DType::ALL {
-        for fours in [true, false] {
+        for width in [Width::One, Width::Four] {
             let desc = AttentionDesc { q_dtype: dtype, kv_dtype: dtype, out_dtype: dtype, ..AttentionDesc::default() };
             for pass in PASSES {
-                let name = format!("{NAME}.{pass:?}.{dtype}.fours-{fours}").to_lowercase();
-                if pass != Pass::Softmax || (dtype == DType::F32 && fours) {
-                    out.push((name, Needs::NONE, link_of(&desc, pass, [fours; 4])));
+                let name = format!("{NAME}.{pass:?}.{dtype}.{}", width.name()).to_lowercase();
+                if pass != Pass::Softmax || (dtype == DType::F32 && width == Width::Four) {
+                    out.push((name, Needs::NONE, link_of(&desc, pass, [width; 4])));
                 }
             }
         }
@@ -112,7 +112,7 @@ pub fn links() -> Vec<(String, Needs, Link)> {
     out
 }
 
-fn link_of(desc: &AttentionDesc, pass: Pass, [q, k, v, out]: [bool; 4]) -> Link {
+fn link_of(desc: &AttentionDesc, pass: Pass, [q, k, v, out]: [Width; 4]) -> Link {
     let (file, swaps) = match pass {
         Pass::Scores => (
             "unfused_scores",
@@ -208,14 +208,15 @@ impl Unfused {
         }
         unfused.scores =
             Some(runtime.buffer("unfused scores", u64::from(at_a_time) * plane_bytes, wgpu::BufferUsages::STORAGE)?);
-        let fours = [
-            batch.q_layout.by_fours(dim),
-            batch.k_layout.by_fours(dim),
-            batch.v_layout.by_fours(v_dim),
-            batch.out_layout.by_fours(v_dim),
-        ];
+        let widths = [
+            batch.q_layout.width(dim),
+            batch.k_layout.width(dim),
+            batch.v_layout.width(v_dim),
+            batch.out_layout.width(v_dim),
+        ]
+        .map(Width::narrow);
         for pass in PASSES {
-            unfused.pipelines.push(runtime.pipeline(NAME, &link_of(desc, pass, fours))?);
+            unfused.pipelines.push(runtime.pipeline(NAME, &link_of(desc, pass, widths))?);
         }
         let (q, k, v, out) = (batch.q_layout, batch.k_layout, batch.v_layout, batch.out_layout);
         for first_plane in (0..planes).step_by(at_a_time as usize) {
@@ -311,6 +312,7 @@ fn uniform(desc: &AttentionDesc, batch: &Batch) -> Result<(u32, u32, u32)> {
         (desc.mask.is_some(), "a mask"),
         (desc.lse, "LSE"),
         (matches!(batch.start, crate::Start::Explicit(_)), "explicit starts"),
+        (batch.pages.is_some(), "pages"),
     ];
     if let Some((_, what)) = options.iter().find(|(wanted, _)| *wanted) {
         return Err(Error::unsupported("unfused attention", format!("it has no {what}")));

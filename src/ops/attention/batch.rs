@@ -1,7 +1,8 @@
 //! Lengths and strides of a batch.
 
+use crate::cache::PageTable;
 use crate::error::{Error, Result};
-use crate::ops::attention::{AttentionDesc, MAX_LEN};
+use crate::ops::attention::{AttentionDesc, MAX_LEN, MaskKind};
 use crate::view::{Layout, ScoreLayout};
 
 /// Lengths of the sequences of a batch, for Q or for K and V.
@@ -137,6 +138,13 @@ pub struct Batch<'a> {
     pub q: Lengths<'a>,
     /// Keys of each sequence; as many sequences.
     pub kv: Lengths<'a>,
+    /// K and V lie in pages of a pool: key `j` of sequence `b` in slot `j % page_len` of the page that the table names.
+    /// Then `kv` says how many keys there are, and the layouts of K and V where a slot is: [`Layout::batch`] is the distance
+    /// between pages, [`Layout::seq`] that between slots. Pages without keys that some row sees are not looked at.
+    pub pages: Option<PageTable<'a>>,
+    /// Attend to keys that neighbouring sequences share, the same pages at their beginning, once for all of them and merge
+    /// (a cascade), where that is expected to be faster.
+    pub cascade: bool,
     /// Alignment of rows to keys.
     pub start: Start<'a>,
     /// Of Q.
@@ -149,8 +157,12 @@ pub struct Batch<'a> {
     pub out_layout: Layout,
     /// Of the bias; needed if there is one.
     pub bias_layout: Option<ScoreLayout>,
-    /// Of the mask; needed if there is one.
+    /// Of the mask; needed if there is one, unless `mask_offsets` are given.
     pub mask_layout: Option<ScoreLayout>,
+    /// Ragged masks, one a sequence, such as the trees of speculative decoding: where each begins, in words for
+    /// [`MaskKind::Bits`] and bytes for [`MaskKind::Bool`]. Sequence `b` has `[q_len, kv_len]` elements of its own lengths for
+    /// all heads, rows of bits at whole words.
+    pub mask_offsets: Option<&'a [u64]>,
 }
 
 impl<'a> Batch<'a> {
@@ -177,8 +189,76 @@ impl<'a> Batch<'a> {
             out_layout: Layout::bshd(room(&q), desc.heads, desc.v_dim()),
             bias_layout: None,
             mask_layout: None,
+            mask_offsets: None,
+            pages: None,
+            cascade: true,
             q,
             kv,
+        }
+    }
+
+    /// Rows `[total, heads, dim]` or `[batch, len, heads, dim]` against keys in pages: `kv_lens[b]` keys of sequence `b`, pools
+    /// `[page, kv_head, slot, dim]`. For pools `[page, slot, kv_head, dim]` set the layouts of K and V to
+    /// [`Layout::bshd`]`(page_len, kv_heads, dim)`.
+    ///
+    /// ```
+    /// use wgpu_attention::{AttentionDesc, Batch, Lengths, PageTable};
+    /// let desc = AttentionDesc { heads: 8, kv_heads: 2, head_dim: 64, causal: true, ..AttentionDesc::default() };
+    /// // Two sequences decode one token each; they share page 7.
+    /// let table = PageTable { page_len: 16, offsets: &[0, 2, 4], pages: &[7, 0, 7, 3] };
+    /// let batch = Batch::paged(&desc, Lengths::Uniform { batch: 2, len: 1 }, &[20, 32], table);
+    /// batch.validate().unwrap();
+    /// ```
+    pub fn paged(desc: &AttentionDesc, q: Lengths<'a>, kv_lens: &'a [u32], pages: PageTable<'a>) -> Self {
+        let kv = Lengths::Padded { max_len: kv_lens.iter().copied().max().unwrap_or(0), lens: kv_lens };
+        Batch {
+            k_layout: Layout::bhsd(pages.page_len, desc.kv_heads, desc.head_dim),
+            v_layout: Layout::bhsd(pages.page_len, desc.kv_heads, desc.v_dim()),
+            pages: Some(pages),
+            ..Batch::new(desc, q, kv)
+        }
+    }
+
+    /// Offset in elements of key `key` of sequence `b`, head 0, in K or V with this layout.
+    pub(crate) fn key_at(&self, layout: &Layout, b: usize, key: u32) -> u64 {
+        match &self.pages {
+            None => self.kv.start(b, layout).saturating_add(u64::from(key).saturating_mul(layout.seq)),
+            Some(table) => {
+                let page = u64::from(table.of(b)[(key / table.page_len) as usize]);
+                let slot = u64::from(key % table.page_len);
+                let in_page = slot.saturating_mul(layout.seq);
+                layout.offset.saturating_add(page.saturating_mul(layout.batch)).saturating_add(in_page)
+            }
+        }
+    }
+
+    /// The bias of sequence `b` ([`ScoreLayout::batch`] is worked in).
+    pub(crate) fn bias_of(&self, desc: &AttentionDesc, b: usize) -> ScoreLayout {
+        self.bias_layout.filter(|_| desc.bias.is_some()).unwrap_or_default().of_sequence(b)
+    }
+
+    /// The mask of sequence `b`.
+    pub(crate) fn mask_of(&self, desc: &AttentionDesc, b: usize) -> ScoreLayout {
+        match (desc.mask, self.mask_offsets) {
+            (None, _) => ScoreLayout::default(),
+            (Some(_), None) => self.mask_layout.unwrap_or_default().of_sequence(b),
+            (Some(kind), Some(offsets)) => {
+                let keys = self.kv.len(b);
+                let row = if kind == MaskKind::Bits { keys.div_ceil(32) } else { keys };
+                ScoreLayout { offset: offsets[b], batch: 0, head: 0, row: row.into(), key: 1 }
+            }
+        }
+    }
+
+    /// Keys that some row of sequence `b` may see by its position.
+    pub(crate) fn visible_to_any(&self, desc: &AttentionDesc, b: usize) -> std::ops::Range<u32> {
+        // Ranges of later rows start and end later.
+        match self.q.len(b) {
+            0 => 0..0,
+            rows => {
+                let range = self.visible(desc, b, 0).start..self.visible(desc, b, rows - 1).end;
+                if range.is_empty() { 0..0 } else { range }
+            }
         }
     }
 
@@ -231,6 +311,15 @@ impl<'a> Batch<'a> {
         self.kv.validate("kv")?;
         if self.q.batch() != self.kv.batch() {
             return Err(Error::shape("kv", format!("{} sequences, as many as q", self.q.batch()), self.kv.batch()));
+        }
+        if let Some(pages) = &self.pages {
+            pages.validate((0..self.kv.batch()).map(|b| self.kv.len(b)))?;
+        }
+        if let Some(offsets) = self.mask_offsets
+            && offsets.len() != self.q.batch()
+        {
+            let expected = format!("one for each of {} sequences", self.q.batch());
+            return Err(Error::shape("mask_offsets", expected, offsets.len()));
         }
         if let Start::Explicit(starts) = self.start {
             if starts.len() != self.q.batch() {

@@ -19,22 +19,24 @@
 //! (2021) for ALiBi.
 
 mod batch;
+mod plan;
 mod rows;
 mod schedule;
 
 pub use batch::{Batch, Lengths, Start};
 pub use rows::{links, variants};
+pub(crate) use schedule::Retired;
 pub use schedule::Schedule;
 #[doc(hidden)]
-pub use schedule::{PlannedItem, STRUCTS};
+pub use {plan::PlannedItem, schedule::STRUCTS};
 
 use crate::error::{Error, Result};
 use crate::host::{HostInput, HostMask};
 use crate::kernel::{Variant, is_named};
 use crate::runtime::{Runtime, Verdict};
 use crate::shader::shader_struct;
-use crate::view::{DType, ScoreLayout, View, bind_view, check_apart, check_input};
-use rows::{ByFours, Dest, is_short, link_of};
+use crate::view::{DType, ScoreLayout, View, Width, bind_view, check_apart, check_input};
+use rows::{Access, Dest, Form, MAX_DECODE_ROWS, form_of, link_of};
 
 /// Keys a row sees around its position, both ends included; `None` is unlimited.
 ///
@@ -252,8 +254,8 @@ pub(crate) fn heads_bytes(slopes: Option<&[f32]>, sinks: Option<&[f32]>) -> Vec<
 pub struct Attention {
     runtime: Runtime,
     desc: AttentionDesc,
-    short: Option<Variant<AttentionDesc>>,
-    tall: Option<Variant<AttentionDesc>>,
+    /// At most one of each form, lowest first.
+    rows: Vec<Variant<AttentionDesc>>,
     params: wgpu::Buffer,
     heads: wgpu::Buffer,
 }
@@ -269,17 +271,12 @@ impl Attention {
             Some(wanted) => forced(runtime, desc, wanted)?,
         };
         rows.sort_by_key(|row| (row.rank)(runtime.caps()));
-        let first = |short: bool| rows.iter().find(|row| is_short(row) == short).cloned();
-        Self::with_rows(runtime, desc, first(true), first(false))
+        let first = |form: Form| rows.iter().find(|row| form_of(row) == form).cloned();
+        Self::with_rows(runtime, desc, Form::ALL.into_iter().filter_map(first).collect())
     }
 
-    fn with_rows(
-        runtime: &Runtime,
-        desc: &AttentionDesc,
-        short: Option<Variant<AttentionDesc>>,
-        tall: Option<Variant<AttentionDesc>>,
-    ) -> Result<Self> {
-        if short.is_none() && tall.is_none() {
+    fn with_rows(runtime: &Runtime, desc: &AttentionDesc, rows: Vec<Variant<AttentionDesc>>) -> Result<Self> {
+        if rows.is_empty() {
             let reasons: Vec<_> =
                 explain(runtime, desc).into_iter().filter(|(name, _)| name.contains("portable")).collect();
             let reason = reasons.into_iter().rev().find_map(|(name, reason)| Some(format!("{name}: {}", reason?)));
@@ -308,8 +305,7 @@ impl Attention {
             heads: runtime.upload("attention heads", &heads, wgpu::BufferUsages::UNIFORM)?,
             runtime: runtime.clone(),
             desc: desc.clone(),
-            short,
-            tall,
+            rows,
         })
     }
 
@@ -323,17 +319,18 @@ impl Attention {
         &self.runtime
     }
 
-    /// Names of the chosen rows: for few packed rows and for many, or one for all.
+    /// Names of the chosen rows, at most one of each form: for very few packed rows, for few, for many.
     pub fn variants(&self) -> Vec<&'static str> {
-        self.short.iter().chain(&self.tall).map(|row| row.name).collect()
+        self.rows.iter().map(|row| row.name).collect()
     }
 }
 
 fn cannot_run(runtime: &Runtime, desc: &AttentionDesc, row: &Variant<AttentionDesc>) -> Option<String> {
     if !(row.suits)(desc) {
-        return Some(format!("does not serve a V dim of {}", desc.v_dim()));
+        let (dim, v_dim, group) = (desc.head_dim, desc.v_dim(), desc.group());
+        return Some(format!("does not serve a QK dim of {dim}, a V dim of {v_dim} and {group} query heads a KV head"));
     }
-    runtime.lacking(&row.needs, row.name, &link_of(desc, row, Dest::Out, ByFours::ALL))
+    runtime.lacking(&row.needs, row.name, &link_of(desc, row, Dest::Out, Access::dense(Width::Four)))
 }
 
 /// Why a row is not used for `desc`, if it is not: for `info`, and for choosing.
@@ -353,11 +350,12 @@ pub(crate) fn first_choices(runtime: &Runtime) -> Vec<Variant<AttentionDesc>> {
     let mut rows: Vec<_> = runtime.attention_variants().to_vec();
     rows.sort_by_key(|row| (row.rank)(runtime.caps()));
     let mut chosen: Vec<Variant<AttentionDesc>> = Vec::new();
-    for v_dim in [32, 64, 128, 256, MAX_V_HEAD_DIM] {
-        let desc = AttentionDesc { v_head_dim: Some(v_dim), ..AttentionDesc::default() };
-        for short in [true, false] {
+    let shapes = [32, 64, 128, 256, MAX_V_HEAD_DIM].into_iter().flat_map(|dim| [(dim, 1), (dim, MAX_DECODE_ROWS)]);
+    for (head_dim, heads) in shapes {
+        let desc = AttentionDesc { heads, head_dim, ..AttentionDesc::default() };
+        for form in Form::ALL {
             let serves = |row: &&Variant<AttentionDesc>| {
-                is_short(row) == short
+                form_of(row) == form
                     && !matches!(runtime.verdict(row.name), Some(Verdict::Failed(_)))
                     && cannot_run(runtime, &desc, row).is_none()
             };
@@ -414,6 +412,10 @@ impl Attention {
     }
 
     fn dispatch(pass: &mut wgpu::ComputePass, schedule: &Schedule, groups: &[wgpu::BindGroup]) {
+        if let Some(buffers) = &schedule.buffers {
+            let in_use = buffers.in_use.clone();
+            pass.on_submitted_work_done(move || drop(in_use));
+        }
         for (step, group) in schedule.steps.iter().zip(groups) {
             pass.set_pipeline(&step.pipeline.pipeline);
             pass.set_bind_group(0, group, &[]);
@@ -439,10 +441,10 @@ impl Attention {
                 check_input(what, input, &[io.out, io.lse.unwrap_or(io.out)])?;
             }
         }
-        let Some(items) = &schedule.items else { return Ok(Vec::new()) }; // no rows, nothing to do
+        let Some(buffers) = &schedule.buffers else { return Ok(Vec::new()) }; // no rows, nothing to do
         // What is never read, such as K of sequences without keys, may be empty; something must be bound all the same.
         let input = |what: &str, view: Option<View<'a>>, reach: u64| match reach {
-            0 => Ok(view.map(|_| items.as_entire_buffer_binding())),
+            0 => Ok(view.map(|_| buffers.plan.as_entire_buffer_binding())),
             reach => bind_view(what, view, reach, limits),
         };
         let reach = &schedule.reach;
@@ -455,17 +457,17 @@ impl Attention {
         let lse = bind_view("lse", lse, reach.lse, limits)?;
         let mut groups = Vec::with_capacity(schedule.steps.len());
         for step in &schedule.steps {
-            let items = wgpu::BufferBinding {
-                buffer: items,
-                offset: step.items.start,
-                size: wgpu::BufferSize::new(step.items.end - step.items.start),
+            let plan = wgpu::BufferBinding {
+                buffer: &buffers.plan,
+                offset: step.plan.start,
+                size: wgpu::BufferSize::new(step.plan.end - step.plan.start),
             };
             groups.push(step.pipeline.bind(self.runtime.device(), |name| match name {
                 "params" => Some(self.params.as_entire_buffer_binding()),
-                "strides" => Some(schedule.strides.as_entire_buffer_binding()),
+                "strides" => Some(buffers.strides.as_entire_buffer_binding()),
                 "heads" => Some(self.heads.as_entire_buffer_binding()),
-                "items" => Some(items.clone()),
-                "partials" => schedule.partials.as_ref().map(|buffer| buffer.as_entire_buffer_binding()),
+                "plan" => Some(plan.clone()),
+                "partials" => buffers.partials.as_ref().map(|buffer| buffer.as_entire_buffer_binding()),
                 "q_data" => q.clone(),
                 "k_data" => k.clone(),
                 "v_data" => v.clone(),
@@ -548,8 +550,7 @@ async fn self_test_on(
     q_len: u32,
     kv_len: u32,
 ) -> Result<Verdict> {
-    let (short, tall) = if is_short(variant) { (Some(variant.clone()), None) } else { (None, Some(variant.clone())) };
-    let attention = Attention::with_rows(runtime, desc, short, tall)?;
+    let attention = Attention::with_rows(runtime, desc, vec![variant.clone()])?;
     let mut batch =
         Batch::new(desc, Lengths::Uniform { batch: 1, len: q_len }, Lengths::Uniform { batch: 1, len: kv_len });
     let scores = [1, desc.heads, q_len, kv_len];
