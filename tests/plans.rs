@@ -151,56 +151,64 @@ fn wrong_batches_are_refused() {
     refused(Batch { out_layout: Layout { seq: 8, ..good.out_layout }, ..good }, "coincide");
 }
 
-/// Every packed row meets every key that it sees exactly once, and items stay in bounds.
-fn check_coverage(runtime: &Runtime, desc: &AttentionDesc, q_lens: &[u32], kv_lens: &[u32], starts: Option<&[i32]>) {
-    let attention = Attention::new(runtime, desc).unwrap();
-    let offsets = |lens: &[u32]| {
-        let mut all = vec![0];
-        all.extend(lens.iter().scan(0, |sum, len| {
-            *sum += len;
-            Some(*sum)
-        }));
-        all
-    };
-    let (q, kv) = (offsets(q_lens), offsets(kv_lens));
-    let mut batch = Batch::new(desc, Lengths::Ragged { offsets: &q }, Lengths::Ragged { offsets: &kv });
-    batch.start = starts.map_or(Start::BottomRight, Start::Explicit);
-    let items = attention.planned_items(&batch).unwrap();
+/// Every packed row meets every key that it sees exactly once, in the page that holds it, and items stay in bounds.
+/// Returns how many keys items read.
+fn check_coverage(attention: &Attention, batch: &Batch) -> u64 {
+    let desc = attention.desc();
+    let items = attention.planned_items(batch).unwrap();
     let group = desc.heads / desc.kv_heads;
-    let mut ranges: BTreeMap<(u32, u32), Vec<(u32, u32)>> = BTreeMap::new(); // (offset of Q, packed row) → ranges of keys
+    let Lengths::Ragged { offsets } = batch.q else { panic!("ragged rows, so that items say which they are") };
+    let sequence_of = |token: u32| offsets.partition_point(|offset| *offset <= token) - 1;
+    let mut met: BTreeMap<u32, Vec<(u32, u32)>> = BTreeMap::new(); // packed row of the batch → keys it meets
     let mut loads: BTreeMap<usize, u32> = BTreeMap::new();
+    let mut read = 0;
     for item in &items {
         assert!(item.row_count >= 1 && item.kv_begin <= item.kv_end);
         *loads.entry(item.dispatch).or_default() += 1;
+        read += u64::from(item.kv_end - item.kv_begin);
         for row in item.row_begin..item.row_begin + item.row_count {
-            ranges.entry((item.q, row)).or_default().push((item.kv_begin, item.kv_end));
+            let token = item.q / (desc.heads * desc.head_dim) + row / group;
+            let b = sequence_of(token);
+            assert!(item.kv_end <= batch.kv.len(b));
+            // As the kernel does it.
+            let (position, window) = (i64::from(item.q_pos) + i64::from(row / group), desc.effective_window());
+            let low = window.left.map_or(0, |left| position - i64::from(left)).max(item.kv_begin.into());
+            let high = window.right.map_or(i64::MAX, |right| position + i64::from(right) + 1).min(item.kv_end.into());
+            let keys = met.entry(token * group + row % group).or_default();
+            if low < high {
+                keys.push((low as u32, high as u32));
+            }
+            if let Some(pages) = batch.pages {
+                for page in low / i64::from(pages.page_len)..(high - 1).max(0) / i64::from(pages.page_len) + 1 {
+                    let named = pages.pages[item.table as usize + page as usize];
+                    assert!(low >= high || named == pages.of(b)[page as usize], "page {page} of sequence {b}");
+                }
+            }
         }
     }
     assert!(loads.values().all(|count| *count <= 65_535));
-    let window = desc.effective_window();
-    let mut rows = 0;
-    for b in 0..q_lens.len() {
-        for row in 0..q_lens[b] * group {
-            rows += 1;
-            let mut have = ranges.remove(&(q[b] * desc.heads * desc.head_dim, row)).expect("a row without an item");
+    for token in 0..offsets[offsets.len() - 1] {
+        let b = sequence_of(token);
+        let visible = batch.visible(desc, b, token - offsets[b]);
+        for row in token * group..(token + 1) * group {
+            let mut have = met.remove(&row).expect("a row without an item");
             have.sort_unstable();
-            // Ranges follow one another without gap or overlap, so each key stands in at most one.
-            assert!(have.windows(2).all(|pair| pair[0].1 == pair[1].0), "{have:?}");
-            let position = batch.start_of(b) + i64::from(row / group);
-            let low = window.left.map_or(0, |left| (position - i64::from(left)).max(0));
-            let high = window
-                .right
-                .map_or(i64::from(kv_lens[b]), |right| (position + i64::from(right) + 1).min(kv_lens[b].into()));
-            if low < high {
-                assert!(
-                    i64::from(have[0].0) <= low && i64::from(have[have.len() - 1].1) >= high,
-                    "{have:?} {low}…{high}"
-                );
-            }
-            assert!(have[have.len() - 1].1 <= kv_lens[b]);
+            assert!(have.windows(2).all(|pair| pair[0].1 == pair[1].0), "a gap or an overlap: {have:?}");
+            let ends = have.first().zip(have.last()).map(|(first, last)| first.0..last.1);
+            assert_eq!(ends, (!visible.is_empty()).then_some(visible.clone()), "row {row} of sequence {b}");
         }
     }
-    assert!(ranges.is_empty(), "items without rows after {rows} rows: {ranges:?}");
+    assert!(met.is_empty(), "items of rows that are not there: {met:?}");
+    read
+}
+
+fn offsets_of(lens: &[u32]) -> Vec<u32> {
+    std::iter::once(0)
+        .chain(lens.iter().scan(0, |sum, len| {
+            *sum += len;
+            Some(*sum)
+        }))
+        .collect()
 }
 
 proptest! {
@@ -223,8 +231,84 @@ proptest! {
         };
         let (q, rest): (Vec<u32>, Vec<(u32, i32)>) = lens.into_iter().map(|(q, kv, start)| (q, (kv, start))).unzip();
         let (kv, starts): (Vec<u32>, Vec<i32>) = rest.into_iter().unzip();
-        check_coverage(&runtime, &desc, &q, &kv, explicit.then_some(&starts));
+        let (q, kv) = (offsets_of(&q), offsets_of(&kv));
+        let mut batch = Batch::new(&desc, Lengths::Ragged { offsets: &q }, Lengths::Ragged { offsets: &kv });
+        batch.start = if explicit { Start::Explicit(&starts) } else { Start::BottomRight };
+        check_coverage(&Attention::new(&runtime, &desc).unwrap(), &batch);
     }
+
+    /// Pages, with prefixes that sequences share at several depths.
+    #[test]
+    fn coverage_of_pages_and_cascades(
+        shape in prop::collection::vec((0u32..12, 0u32..2000, -30i32..300, 0usize..3, 0u32..1500), 1..12),
+        page_len in prop::sample::select(vec![1u32, 3, 16, 64]),
+        group in 1u32..9,
+        causal: bool,
+        right in prop::option::of(0u32..400),
+        left in prop::option::of(0u32..3000),
+        explicit: bool,
+        loop_limit in prop::option::of(9_000u32..70_000),
+    ) {
+        let runtime = emulated(wgpu::Features::empty(), (4, 4), CapsMask { loop_limit, ..CapsMask::default() });
+        let desc = AttentionDesc {
+            heads: group, kv_heads: 1, head_dim: 8, causal, window: Window { left, right }, ..AttentionDesc::default()
+        };
+        let (mut offsets, mut pages, mut q_lens, mut kv_lens, mut starts) = (vec![0], Vec::<u32>::new(), vec![], vec![], vec![]);
+        let mut before: Vec<u32> = Vec::new();
+        let mut fresh = 0;
+        for (q, kv, start, same, shared) in shape {
+            let count = kv.div_ceil(page_len) as usize;
+            let common = if same == 0 { 0 } else { (shared / page_len) as usize };
+            let mut own: Vec<u32> = before.iter().copied().take(common.min(count)).collect();
+            while own.len() < count {
+                own.push(fresh);
+                fresh += 1;
+            }
+            pages.extend(&own);
+            offsets.push(pages.len() as u32);
+            q_lens.push(q);
+            kv_lens.push(kv);
+            starts.push(kv as i32 - start);
+            before = own;
+        }
+        let table = PageTable { page_len, offsets: &offsets, pages: &pages };
+        let q = offsets_of(&q_lens);
+        let mut batch = Batch::paged(&desc, Lengths::Ragged { offsets: &q }, &kv_lens, table);
+        batch.start = if explicit { Start::Explicit(&starts) } else { Start::BottomRight };
+        let attention = Attention::new(&runtime, &desc).unwrap();
+        let flat = check_coverage(&attention, &Batch { cascade: false, ..batch });
+        assert!(check_coverage(&attention, &batch) <= flat);
+    }
+}
+
+/// What many sequences share is read once, level by level.
+#[test]
+fn cascades_read_shared_keys_once() {
+    let desc = AttentionDesc { heads: 4, kv_heads: 1, head_dim: 8, causal: true, ..AttentionDesc::default() };
+    let attention = Attention::new(&plain(), &desc).unwrap();
+    // 16 sequences: 1024 keys that all share, 512 more that each half shares, 100 of its own.
+    let table: Vec<Vec<u32>> = (0..16)
+        .map(|b| {
+            (0..64).chain((0..32).map(|i| 100 + 100 * (b / 8) + i)).chain((0..7).map(|i| 1000 + 10 * b + i)).collect()
+        })
+        .collect();
+    let offsets = offsets_of(&table.iter().map(|pages| pages.len() as u32).collect::<Vec<_>>());
+    let (q, kv) = (offsets_of(&[1; 16]), [1024 + 512 + 100; 16]);
+    let pages = table.concat();
+    let table = PageTable { page_len: 16, offsets: &offsets, pages: &pages };
+    let batch = Batch::paged(&desc, Lengths::Ragged { offsets: &q }, &kv, table);
+    assert_eq!(check_coverage(&attention, &batch), 1024 + 2 * 512 + 16 * 100);
+    assert_eq!(check_coverage(&attention, &Batch { cascade: false, ..batch }), 16 * 1636);
+    // Where rows differ in what they see of the prefix, or a bias or mask may differ, nothing is shared.
+    let flat = |desc: AttentionDesc| {
+        let attention = Attention::new(&plain(), &desc).unwrap();
+        let mask_layout = desc.mask.map(|_| ScoreLayout { key: 1, ..ScoreLayout::default() });
+        let batch = Batch { mask_layout, bias_layout: mask_layout, ..batch };
+        assert_eq!(check_coverage(&attention, &batch), check_coverage(&attention, &Batch { cascade: false, ..batch }));
+    };
+    flat(AttentionDesc { window: Window { left: Some(1500), right: None }, ..desc.clone() });
+    flat(AttentionDesc { mask: Some(MaskKind::Bits), ..desc.clone() });
+    flat(AttentionDesc { alibi: Some(vec![0.5; 4]), ..desc });
 }
 
 /// flash-attention 2662: 2²² keys, causal; and long prefills: planning is quick and stays in its bounds.

@@ -166,6 +166,8 @@ pub struct PlannedItem {
     pub row_count: u32,
     pub kv_begin: u32,
     pub kv_end: u32,
+    /// Position of packed row 0 among the keys.
+    pub q_pos: i32,
     /// First of the pages, if keys lie in pages: an index into the batch's table.
     pub table: u32,
 }
@@ -185,6 +187,7 @@ impl Plan {
                 row_count: item.row_count,
                 kv_begin: item.kv_begin,
                 kv_end: item.kv_end,
+                q_pos: item.q_pos,
                 table: self.tables.map_or(0, |tables| planned.words.start as u32 + item.table - tables as u32),
             }));
         }
