@@ -12,7 +12,7 @@ use crate::runtime::Runtime;
 #[derive(Debug)]
 pub enum Work {
     /// In one pass over the keys.
-    Fused(Box<Attention>, Schedule),
+    Fused(Box<Attention>, Box<Schedule>),
     /// In three passes.
     Unfused(Unfused),
 }
@@ -23,7 +23,7 @@ impl Work {
         let desc = AttentionDesc { variant: variant.map(String::from), ..case.desc.clone() };
         let attention = Attention::new(runtime, &desc)?;
         let schedule = attention.schedule(&case.batch())?;
-        Ok(Work::Fused(Box::new(attention), schedule))
+        Ok(Work::Fused(Box::new(attention), Box::new(schedule)))
     }
 
     /// The unfused baseline.

@@ -243,8 +243,8 @@ pub fn links() -> Vec<(String, Needs, Link)> {
         }
     }
     for form in [Form::Decode, Form::Tall] {
-        let rows = variants().into_iter().filter(|row| row.is_portable() && form_of(row) == form);
-        let variant = rows.last().expect("each form has a portable row");
+        let mut rows = variants().into_iter().filter(|row| row.is_portable() && form_of(row) == form);
+        let variant = rows.next_back().expect("each form has a portable row");
         for dtype in DType::ALL {
             for width in Width::ALL {
                 for mask in [None, Some(MaskKind::Bool), Some(MaskKind::Bits)] {
