@@ -1,8 +1,13 @@
 //! Named shapes to measure, each with its arithmetic, its memory traffic, its data and its check. The command line,
 //! criterion and the web page measure the same ones.
 //!
-//! A name is `attention/family/type/shape/mask`, like `attention/prefill/f16/b1-h16-s4096-d128/causal`.
+//! A name is `attention/family/type/shape/mask`, like `attention/prefill/f16/b1-h16-s4096-d128/causal`, or ends with the
+//! length of pages, like `attention/paged/f16/b16-h32x8-kv8192-d128/p16`; `kv8192+256` are keys that all sequences share and
+//! keys of their own.
 
+use std::collections::BTreeMap;
+
+use crate::cache::PageTable;
 use crate::error::Result;
 use crate::host::{HostInput, HostMask};
 use crate::ops::attention::{AttentionDesc, Batch, Lengths, Window};
@@ -20,8 +25,17 @@ pub struct Case {
     pub lengths: CaseLengths,
     /// Small enough for a software adapter.
     pub quick: bool,
-    /// The unfused computation is measured beside it.
-    pub twin: bool,
+    /// What is measured beside it.
+    pub twin: Option<Twin>,
+}
+
+/// Another way to compute a case, to compare with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Twin {
+    /// In three passes, with all scores in memory.
+    Unfused,
+    /// Without a cascade: shared keys are read for each sequence.
+    Flat,
 }
 
 /// Rows and keys of a case's sequences.
@@ -43,6 +57,21 @@ pub enum CaseLengths {
         /// Offsets of keys.
         kv: Vec<u32>,
     },
+    /// Keys in pages `[page, kv_head, slot, dim]`.
+    Paged {
+        /// Rows of each sequence.
+        q_len: u32,
+        /// Keys of each sequence.
+        kv_lens: Vec<u32>,
+        /// See [`PageTable`].
+        page_len: u32,
+        /// See [`PageTable`].
+        offsets: Vec<u32>,
+        /// See [`PageTable`].
+        pages: Vec<u32>,
+        /// Pages of the pool.
+        pool: u32,
+    },
 }
 
 /// All cases, the quick ones first; within a family the smaller first.
@@ -60,6 +89,9 @@ pub fn all() -> Vec<Case> {
     quick(windowed(prefill("window", f16, 1, 2, 512, 64, true), 128));
     quick(decode(f16, 1, 8, 2, 2048, 128));
     quick(decode(f16, 4, 8, 2, 512, 128));
+    quick(paged(&decode(f16, 4, 8, 2, 512, 128), 0, 1));
+    quick(paged(&decode(f16, 4, 8, 2, 512, 128), 0, 16));
+    quick(paged(&decode(f16, 8, 8, 2, 1088, 128), 1024, 16));
     quick(ragged(f16, 8, 2, 64, &[(150, 150), (64, 200), (1, 500), (1, 77), (1, 300), (1, 1)]));
 
     for len in [128, 256, 512, 1024, 2048, 4096] {
@@ -73,7 +105,14 @@ pub fn all() -> Vec<Case> {
     }
     cases.push(windowed(prefill("window", f16, 1, 16, 4096, 128, true), 1024));
     cases.push(decode(f16, 1, 32, 8, 32_768, 128));
-    cases.push(decode(f16, 16, 32, 8, 8192, 128));
+    let batched = decode(f16, 16, 32, 8, 8192, 128);
+    cases.push(batched.clone());
+    for page_len in [1, 16, 64, 256] {
+        cases.push(paged(&batched, 0, page_len));
+    }
+    // A system prompt before many conversations; a document before a few questions.
+    cases.push(paged(&decode(f16, 64, 32, 8, 2048 + 256, 128), 2048, 16));
+    cases.push(paged(&decode(f16, 8, 32, 8, 32_768 + 64, 128), 32_768, 16));
     // A server's step: two prompts begin, one goes on, 61 sequences decode.
     let mut step = vec![(2048, 2048), (700, 700), (512, 4096)];
     step.extend((0..61).map(|i| (1, 64 + 41 * i)));
@@ -101,7 +140,7 @@ fn prefill(family: &str, dtype: DType, batch: u32, heads: u32, len: u32, dim: u3
         desc: typed(dtype, heads, heads, dim, causal),
         lengths: CaseLengths::Uniform { batch, q_len: len, kv_len: len },
         quick: false,
-        twin: true,
+        twin: Some(Twin::Unfused),
     }
 }
 
@@ -112,7 +151,40 @@ fn decode(dtype: DType, batch: u32, heads: u32, kv_heads: u32, kv_len: u32, dim:
         desc: typed(dtype, heads, kv_heads, dim, true),
         lengths: CaseLengths::Uniform { batch, q_len: 1, kv_len },
         quick: false,
-        twin: false,
+        twin: None,
+    }
+}
+
+/// `decoding` with its keys in pages, at random places of a pool; the first `shared` keys are the same for all sequences.
+fn paged(decoding: &Case, shared: u32, page_len: u32) -> Case {
+    let CaseLengths::Uniform { batch, q_len, kv_len } = decoding.lengths else { unreachable!("decoding is uniform") };
+    let (shared_pages, own_pages) = (shared / page_len, (kv_len - shared).div_ceil(page_len));
+    assert_eq!(shared % page_len, 0, "only whole pages are shared");
+    let pool = shared_pages + batch * own_pages;
+    let mut order: Vec<u32> = (0..pool).collect();
+    for i in (1..pool as usize).rev() {
+        order.swap(i, hash(5, i as u64) as usize % (i + 1));
+    }
+    let (prefix, rest) = order.split_at(shared_pages as usize);
+    let pages = rest.chunks(own_pages as usize).flat_map(|own| [prefix, own].concat()).collect();
+    let (family, twin) = if shared > 0 { ("cascade", Some(Twin::Flat)) } else { ("paged", None) };
+    let name = decoding.name.replace("/decode/", &format!("/{family}/"));
+    let name = match shared {
+        0 => name,
+        _ => name.replace(&format!("-kv{kv_len}-"), &format!("-kv{shared}+{}-", kv_len - shared)),
+    };
+    Case {
+        name: format!("{name}/p{page_len}"),
+        lengths: CaseLengths::Paged {
+            q_len,
+            kv_lens: vec![kv_len; batch as usize],
+            page_len,
+            offsets: (0..=batch).map(|b| b * (shared_pages + own_pages)).collect(),
+            pages,
+            pool,
+        },
+        twin,
+        ..decoding.clone()
     }
 }
 
@@ -120,7 +192,7 @@ fn windowed(case: Case, keys: u32) -> Case {
     Case {
         name: case.name.replace("/causal", &format!("/w{keys}")),
         desc: AttentionDesc { window: Window { left: Some(keys - 1), right: None }, ..case.desc },
-        twin: false,
+        twin: None,
         ..case
     }
 }
@@ -139,7 +211,7 @@ fn ragged(dtype: DType, heads: u32, kv_heads: u32, dim: u32, sequences: &[(u32, 
         desc: typed(dtype, heads, kv_heads, dim, true),
         lengths: CaseLengths::Ragged { q, kv },
         quick: false,
-        twin: false,
+        twin: None,
     }
 }
 
@@ -162,26 +234,43 @@ impl CaseData {
 }
 
 impl Case {
-    /// The batch; tensors are contiguous.
+    /// The batch; tensors are contiguous, or pages of contiguous pools.
     pub fn batch(&self) -> Batch<'_> {
-        let (q, kv) = match &self.lengths {
+        match &self.lengths {
             CaseLengths::Uniform { batch, q_len, kv_len } => {
-                (Lengths::Uniform { batch: *batch, len: *q_len }, Lengths::Uniform { batch: *batch, len: *kv_len })
+                let lengths = |len: &u32| Lengths::Uniform { batch: *batch, len: *len };
+                Batch::new(&self.desc, lengths(q_len), lengths(kv_len))
             }
-            CaseLengths::Ragged { q, kv } => (Lengths::Ragged { offsets: q }, Lengths::Ragged { offsets: kv }),
-        };
-        Batch::new(&self.desc, q, kv)
+            CaseLengths::Ragged { q, kv } => {
+                Batch::new(&self.desc, Lengths::Ragged { offsets: q }, Lengths::Ragged { offsets: kv })
+            }
+            CaseLengths::Paged { q_len, kv_lens, page_len, offsets, pages, .. } => {
+                let table = PageTable { page_len: *page_len, offsets, pages };
+                let q = Lengths::Uniform { batch: kv_lens.len() as u32, len: *q_len };
+                Batch::paged(&self.desc, q, kv_lens, table)
+            }
+        }
     }
 
-    /// The second part of the name: `prefill`, `decode`, `ragged`, `window` or `sweep`.
+    /// The second part of the name: `prefill`, `decode`, `paged`, `cascade`, `ragged`, `window` or `sweep`.
     pub fn family(&self) -> &str {
         self.name.split('/').nth(1).unwrap_or_default()
     }
 
+    /// Whether what takes time is reading K and V.
+    pub fn is_decoding(&self) -> bool {
+        matches!(self.family(), "decode" | "paged" | "cascade")
+    }
+
+    /// Tokens of Q, and tokens that K and V hold.
     fn tokens(&self) -> (u64, u64) {
         let batch = self.batch();
         let total = |lengths: Lengths| (0..lengths.batch()).map(|b| u64::from(lengths.len(b))).sum();
-        (total(batch.q), total(batch.kv))
+        let keys = match self.lengths {
+            CaseLengths::Paged { page_len, pool, .. } => u64::from(page_len) * u64::from(pool),
+            _ => total(batch.kv),
+        };
+        (total(batch.q), keys)
     }
 
     /// Elements of Q, K, V and O.
@@ -197,17 +286,24 @@ impl Case {
         self.batch().flops(&self.desc)
     }
 
-    /// Bytes that must move at least: Q and O, and once every K and V that some row sees.
+    /// Bytes that must move at least: Q and O, and once every K and V that some row sees, shared ones once for all.
     pub fn bytes(&self) -> f64 {
         let batch = self.batch();
-        let keys: u64 = (0..batch.q.batch())
-            .filter_map(|b| {
-                // The ranges of neighbouring rows overlap or touch.
-                let seen =
-                    (0..batch.q.len(b)).map(|row| batch.visible(&self.desc, b, row)).filter(|keys| !keys.is_empty());
-                seen.reduce(|a, b| a.start.min(b.start)..a.end.max(b.end)).map(|keys| keys.len() as u64)
-            })
-            .sum();
+        let mut seen: BTreeMap<(usize, u32), u32> = BTreeMap::new(); // by sequence, or by page
+        for b in 0..batch.q.batch() {
+            let keys = batch.visible_to_any(&self.desc, b);
+            let Some(table) = &batch.pages else {
+                seen.insert((b, 0), keys.len() as u32);
+                continue;
+            };
+            for (i, page) in table.of(b).iter().enumerate() {
+                let first = i as u32 * table.page_len;
+                let count = keys.end.min(first + table.page_len).saturating_sub(keys.start.max(first));
+                let known = seen.entry((0, *page)).or_default();
+                *known = count.max(*known);
+            }
+        }
+        let keys: u64 = seen.values().map(|count| u64::from(*count)).sum();
         let [q, _, _, out] = self.elements();
         let desc = &self.desc;
         let kv = keys * u64::from(desc.kv_heads) * u64::from(desc.head_dim + desc.v_dim());
@@ -354,11 +450,37 @@ mod tests {
     fn names_are_distinct_and_filters_find_families() {
         let names: std::collections::BTreeSet<_> = all().into_iter().map(|case| case.name).collect();
         assert_eq!(names.len(), all().len());
-        for family in ["prefill", "decode", "ragged", "window", "sweep"] {
+        for family in ["prefill", "decode", "paged", "cascade", "ragged", "window", "sweep"] {
             for quick in [true, false] {
                 assert!(all().iter().any(|case| case.family() == family && case.quick == quick), "{family}");
             }
         }
+    }
+
+    #[test]
+    fn pages_are_each_used_once_or_shared_by_all() {
+        for case in all() {
+            let CaseLengths::Paged { page_len, offsets, pages, pool, .. } = &case.lengths else { continue };
+            let (table, batch) = (case.batch().pages.unwrap(), offsets.len() - 1);
+            let mut uses = vec![0; *pool as usize];
+            pages.iter().for_each(|page| uses[*page as usize] += 1);
+            let shared = table.of(0).iter().zip(table.of(1)).take_while(|(a, b)| a == b).count();
+            assert_eq!(uses.iter().filter(|uses| **uses == batch).count(), shared, "{}", case.name);
+            assert_eq!(uses.iter().filter(|uses| **uses == 1).count(), *pool as usize - shared, "{}", case.name);
+            assert_eq!(case.family() == "cascade", shared > 0, "{}", case.name);
+            assert!(case.name.ends_with(&format!("/p{page_len}")) && !pages.is_sorted(), "{}", case.name);
+        }
+    }
+
+    #[test]
+    fn shared_keys_are_read_once() {
+        let one_token = 2.0 * 2.0 * 2.0 * 128.0; // K and V of 2 heads of 128 in f16
+        let rows = |batch: f64| 2.0 * batch * 8.0 * 128.0 * 2.0;
+        let flat = paged(&decode(DType::F16, 4, 8, 2, 512, 128), 0, 16);
+        assert_eq!(flat.bytes(), rows(4.0) + 4.0 * 512.0 * one_token);
+        let cascade = paged(&decode(DType::F16, 4, 8, 2, 512, 128), 480, 16);
+        assert_eq!(cascade.bytes(), rows(4.0) + (480.0 + 4.0 * 32.0) * one_token);
+        assert_eq!(cascade.flops(), flat.flops());
     }
 
     #[test]

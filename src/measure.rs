@@ -2,9 +2,9 @@
 
 use std::time::Instant;
 
-use crate::cases::{Case, CaseData};
+use crate::cases::{Case, CaseData, Twin};
 use crate::error::Result;
-use crate::ops::attention::{Attention, AttentionDesc, AttentionIo, Schedule};
+use crate::ops::attention::{Attention, AttentionDesc, AttentionIo, Batch, Schedule};
 use crate::ops::unfused::{self, Unfused, UnfusedIo};
 use crate::runtime::Runtime;
 
@@ -20,15 +20,25 @@ pub enum Work {
 impl Work {
     /// The fused operation with the rows that `variant` names, or those it chooses itself.
     pub fn fused(runtime: &Runtime, case: &Case, variant: Option<&str>) -> Result<Work> {
+        Self::fused_on(runtime, case, variant, &case.batch())
+    }
+
+    fn fused_on(runtime: &Runtime, case: &Case, variant: Option<&str>, batch: &Batch) -> Result<Work> {
         let desc = AttentionDesc { variant: variant.map(String::from), ..case.desc.clone() };
         let attention = Attention::new(runtime, &desc)?;
-        let schedule = attention.schedule(&case.batch())?;
+        let schedule = attention.schedule(batch)?;
         Ok(Work::Fused(Box::new(attention), Box::new(schedule)))
     }
 
-    /// The unfused baseline.
-    pub fn unfused(runtime: &Runtime, case: &Case) -> Result<Work> {
-        Ok(Work::Unfused(Unfused::new(runtime, &case.desc, &case.batch())?))
+    /// What a case is compared with, and its name.
+    pub fn twin(runtime: &Runtime, case: &Case) -> Option<(&'static str, Result<Work>)> {
+        Some(match case.twin? {
+            Twin::Unfused => ("unfused", Unfused::new(runtime, &case.desc, &case.batch()).map(Work::Unfused)),
+            Twin::Flat => {
+                let flat = Batch { cascade: false, ..case.batch() };
+                ("flat", Self::fused_on(runtime, case, None, &flat))
+            }
+        })
     }
 
     /// Names of the rows it uses.
@@ -87,7 +97,7 @@ impl CaseBuffers {
         let [_, k_len, v_len, out_len] = case.elements();
         let kv_bytes = (k_len + v_len) * desc.kv_dtype.size();
         let from_memory =
-            case.family() == "decode" && runtime.caps().info.device_type != wgpu::DeviceType::Cpu && kv_bytes > 0;
+            case.is_decoding() && runtime.caps().info.device_type != wgpu::DeviceType::Cpu && kv_bytes > 0;
         let copies = if from_memory { UNCACHED.div_ceil(kv_bytes).clamp(1, 64) } else { 1 };
         let (k, v) = (desc.kv_dtype.encode(&data.k), desc.kv_dtype.encode(&data.v));
         let pair = |_| Ok((runtime.upload("k", &k, storage)?, runtime.upload("v", &v, storage)?));

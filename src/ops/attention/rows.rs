@@ -79,6 +79,7 @@ pub fn variants() -> Vec<Variant<AttentionDesc>> {
         variant!("attention.short.subgroup8.q16k64", Needs::subgroup(8), 256, 32, 8, 2, 8, 4),
         variant!("attention.short.subgroup4.q16k64", Needs::subgroup(4), 128, 16, 4, 4, 8, 4),
         variant!("attention.short.portable.q16k64", Needs::NONE, 512, 64, 16, 1, 8, 4),
+        decode!("attention.decode.subgroup4.q4", Needs::subgroup(4), 128, 64, 4, 1, 1),
         decode!("attention.decode.subgroup8.q4", Needs::subgroup(8), 128, 128, 8, 2, 1),
         decode!("attention.decode.subgroup16.q8", Needs::subgroup(16), 128, 128, 16, 2, 2),
         decode!("attention.decode.subgroup16.q4", Needs::subgroup(16), 256, 128, 16, 2, 1),

@@ -29,7 +29,7 @@ pub fn show(report: &Report) -> String {
     let all = report.cases.iter().flat_map(|case| &case.variants);
     let fastest = all.filter_map(|variant| variant.times.map(|times| times.tflops)).fold(0.0, f64::max);
     let (unit, scale) = if fastest < 1.0 { ("GFLOP/s", 1e3) } else { ("TFLOP/s", 1.0) };
-    let mut table = table(&["case, variant", "time", unit, "GB/s", "vs portable", "vs unfused", "error"]);
+    let mut table = table(&["case, variant", "time", unit, "GB/s", "vs portable", "vs twin", "error"]);
     for case in &report.cases {
         table.add_row([case.name.as_str()]);
         let median = |name: &str| case.times(name).map(|times| times.median);
@@ -47,7 +47,7 @@ pub fn show(report: &Report) -> String {
                 terminal::digits(times.tflops * scale),
                 terminal::digits(times.gb_per_s),
                 ratio(median("portable")),
-                ratio(median("unfused")),
+                ratio(median("unfused").or_else(|| median("flat"))),
                 format!("{:.0e}", times.error),
             ];
             let bold = times.median == best && terminal::colour();
@@ -60,8 +60,12 @@ pub fn show(report: &Report) -> String {
     if !report.cases.is_empty() {
         text += &format!("{table}\n\n");
     }
-    for line in
-        failures(report).into_iter().chain(left_out(report)).chain(default_line(report)).chain(fused_line(report))
+    for line in failures(report)
+        .into_iter()
+        .chain(left_out(report))
+        .chain(default_line(report))
+        .chain(fused_line(report))
+        .chain(cascade_line(report))
     {
         text += &line;
         text.push('\n');
@@ -139,15 +143,26 @@ fn fused_line(report: &Report) -> Option<String> {
         let case = all.iter().find(|case| case.name == name)?;
         Some((0..case.batch().kv.batch()).all(|b| u64::from(case.batch().kv.len(b)) >= LONG))
     };
+    versus(report, "unfused", |name| long(name) == Some(true))
+        .map(|line| format!("From S = {LONG} up one pass {line}."))
+}
+
+/// Whether reading shared keys once beats reading them for each sequence.
+fn cascade_line(report: &Report) -> Option<String> {
+    versus(report, "flat", |_| true).map(|line| format!("With shared prefixes the cascade {line}."))
+}
+
+/// How the default compares with a twin on the cases that have it.
+fn versus(report: &Report, twin: &str, counts: impl Fn(&str) -> bool) -> Option<String> {
     let mut ratios = Vec::new();
-    for case in report.cases.iter().filter(|case| long(&case.name) == Some(true)) {
-        let fused = case.times("default").or_else(|| case.times("portable"));
-        if let (Some(fused), Some(unfused)) = (fused, case.times("unfused")) {
-            ratios.push((unfused.median / fused.median, &case.name));
+    for case in report.cases.iter().filter(|case| counts(&case.name)) {
+        let ours = case.times("default").or_else(|| case.times("portable"));
+        if let (Some(ours), Some(other)) = (ours, case.times(twin)) {
+            ratios.push((other.median / ours.median, &case.name));
         }
     }
     let (worst, name) = ratios.iter().min_by(|a, b| a.0.total_cmp(&b.0))?;
     let best = ratios.iter().map(|(ratio, _)| *ratio).fold(0.0, f64::max);
     let verdict = if *worst > 1.0 { "beats" } else { "does not always beat" };
-    Some(format!("From S = {LONG} up fused {verdict} unfused: {worst:.2}× ({name}) to {best:.2}×."))
+    Some(format!("{verdict} {twin}: {worst:.2}× ({name}) to {best:.2}×"))
 }
