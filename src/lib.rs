@@ -50,7 +50,7 @@ mod runtime;
 pub mod shader;
 mod view;
 
-pub use cache::PageTable;
+pub use cache::{PageCopy, PageStats, PageTable, Pages, SequenceId, TableBuffer};
 pub use caps::{Caps, CapsMask, Needs};
 pub use error::{Error, Result};
 pub use host::{HostBuffers, HostInput, HostMask, HostOutput};
