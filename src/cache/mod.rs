@@ -2,7 +2,11 @@
 //! hold the tokens of each sequence.
 
 mod pages;
+mod pool;
 mod table;
 
 pub use pages::{PageCopy, PageStats, Pages, SequenceId, TableBuffer};
+pub use pool::{PageOrder, PagedCache, PagedCacheDesc};
+#[doc(hidden)]
+pub use pool::{STRUCTS, links};
 pub use table::PageTable;

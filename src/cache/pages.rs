@@ -358,7 +358,6 @@ impl Pages {
     }
 
     /// Tokens of a sequence.
-    #[expect(clippy::len_without_is_empty, reason = "of a sequence, not of this")]
     pub fn len(&self, id: SequenceId) -> Result<u32> {
         Ok(self.sequence(id)?.len)
     }
@@ -481,7 +480,7 @@ impl Pages {
         }
     }
 
-    /// From the last on: later pages are evicted before those that they follow.
+    /// From the last on, so that the first is the first to be taken again.
     fn release_all(&mut self, pages: &[u32]) {
         for page in pages.iter().rev() {
             self.release(*page);
