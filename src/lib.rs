@@ -50,7 +50,9 @@ mod runtime;
 pub mod shader;
 mod view;
 
-pub use cache::PageTable;
+pub use cache::{
+    PageCopy, PageOrder, PageStats, PageTable, PagedCache, PagedCacheDesc, Pages, SequenceId, TableBuffer,
+};
 pub use caps::{Caps, CapsMask, Needs};
 pub use error::{Error, Result};
 pub use host::{HostBuffers, HostInput, HostMask, HostOutput};

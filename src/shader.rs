@@ -27,6 +27,7 @@ files!(
     "attention",
     "attention_decode",
     "merge",
+    "page_copy",
     "parts/bf16",
     "parts/bias",
     "parts/bias_none",

@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 
 use naga::valid::{Capabilities, ValidationFlags, Validator};
 use wgpu_attention::shader::{self, Link, Linked, Target};
-use wgpu_attention::{Needs, ops};
+use wgpu_attention::{Needs, cache, ops};
 
 fn modules() -> Vec<(String, Needs, Link)> {
     let probe = |file: &'static str, needs| {
@@ -112,7 +112,9 @@ fn workgroup_memory_is_summed_right() {
 
 #[test]
 fn structs_match_their_wgsl() {
-    for (file, name, rust) in [ops::attention::STRUCTS, ops::merge::STRUCTS, ops::unfused::STRUCTS].concat() {
+    for (file, name, rust) in
+        [ops::attention::STRUCTS, ops::merge::STRUCTS, ops::unfused::STRUCTS, cache::STRUCTS].concat()
+    {
         let text = shader::FILES.iter().find(|(path, _)| *path == file).unwrap().1;
         let body = text.split(&format!("struct {name} {{\n")).nth(1).unwrap().split("\n}").next().unwrap();
         let fields = body.lines().map(|line| line.trim().split_once(": ").unwrap());

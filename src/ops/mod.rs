@@ -9,5 +9,5 @@ pub mod unfused;
 /// platforms.
 #[doc(hidden)]
 pub fn links() -> Vec<(String, crate::Needs, crate::shader::Link)> {
-    [attention::links(), merge::links(), unfused::links()].concat()
+    [attention::links(), merge::links(), unfused::links(), crate::cache::links()].concat()
 }
