@@ -24,8 +24,10 @@ macro_rules! files {
 }
 
 files!(
+    "append",
     "attention",
     "attention_decode",
+    "gather",
     "merge",
     "page_copy",
     "parts/bf16",
@@ -55,6 +57,7 @@ files!(
     "parts/plan",
     "parts/reduce",
     "parts/reduce_subgroup",
+    "parts/runs",
     "parts/states_partial",
     "parts/states_user",
     "parts/store_bf16",
@@ -69,6 +72,9 @@ files!(
     "parts/team_subgroup",
     "parts/tile64",
     "parts/unfused",
+    "parts/unit16",
+    "parts/unit2",
+    "parts/unit4",
     "probe",
     "probe_subgroup",
     "unfused_output",

@@ -113,7 +113,8 @@ fn workgroup_memory_is_summed_right() {
 #[test]
 fn structs_match_their_wgsl() {
     for (file, name, rust) in
-        [ops::attention::STRUCTS, ops::merge::STRUCTS, ops::unfused::STRUCTS, cache::STRUCTS].concat()
+        [ops::attention::STRUCTS, ops::merge::STRUCTS, ops::runs::STRUCTS, ops::unfused::STRUCTS, cache::STRUCTS]
+            .concat()
     {
         let text = shader::FILES.iter().find(|(path, _)| *path == file).unwrap().1;
         let body = text.split(&format!("struct {name} {{\n")).nth(1).unwrap().split("\n}").next().unwrap();

@@ -57,6 +57,38 @@ impl PagedCacheDesc {
         self.layout(self.v_dim())
     }
 
+    /// Whether a caller's heads, dims, type and pages are those of the cache.
+    pub(crate) fn check(
+        &self,
+        kv_heads: u32,
+        head_dim: u32,
+        v_dim: u32,
+        dtype: DType,
+        table: &PageTable,
+    ) -> Result<()> {
+        for (what, here, there) in [
+            ("kv_heads", self.kv_heads, kv_heads),
+            ("head_dim", self.head_dim, head_dim),
+            ("v_head_dim", self.v_dim(), v_dim),
+            ("page_len of the table", self.page_len, table.page_len),
+        ] {
+            if here != there {
+                return Err(Error::shape(what, format!("{here}, as the cache has"), there));
+            }
+        }
+        if self.dtype != dtype {
+            return Err(Error::shape("kv_dtype", format!("{}, as the cache has", self.dtype), dtype));
+        }
+        self.check_pages(table.pages)
+    }
+
+    fn check_pages(&self, pages: &[u32]) -> Result<()> {
+        match pages.iter().find(|page| **page >= self.page_count) {
+            Some(page) => Err(Error::shape("page", format!("less than the cache's {}", self.page_count), page)),
+            None => Ok(()),
+        }
+    }
+
     fn layout(&self, dim: u32) -> Layout {
         let layout = match self.order {
             PageOrder::Hnd => Layout::bhsd(self.page_len, self.kv_heads, dim),
@@ -223,20 +255,7 @@ impl PagedCache {
         table: PageTable<'a>,
     ) -> Result<Batch<'a>> {
         let desc = &self.desc;
-        for (what, here, there) in [
-            ("kv_heads", desc.kv_heads, attention.kv_heads),
-            ("head_dim", desc.head_dim, attention.head_dim),
-            ("v_head_dim", desc.v_dim(), attention.v_dim()),
-            ("page_len of the table", desc.page_len, table.page_len),
-        ] {
-            if here != there {
-                return Err(Error::shape(what, format!("{here}, as the cache has"), there));
-            }
-        }
-        if desc.dtype != attention.kv_dtype {
-            return Err(Error::shape("kv_dtype", format!("{}, as the cache has", desc.dtype), attention.kv_dtype));
-        }
-        self.check_pages(table.pages)?;
+        desc.check(attention.kv_heads, attention.head_dim, attention.v_dim(), attention.kv_dtype, &table)?;
         let (k_layout, v_layout) = (desc.k_layout(), desc.v_layout());
         Ok(Batch { k_layout, v_layout, ..Batch::paged(attention, q, kv_lens, table) })
     }
@@ -247,7 +266,7 @@ impl PagedCache {
     pub fn record_copies(&self, encoder: &mut wgpu::CommandEncoder, copies: &[PageCopy]) -> Result<()> {
         self.runtime.check_lost()?;
         for PageCopy { from, to, slots } in copies {
-            self.check_pages(&[*from, *to])?;
+            self.desc.check_pages(&[*from, *to])?;
             if *slots > self.desc.page_len {
                 return Err(Error::shape("slots of a copy", format!("at most {}", self.desc.page_len), slots));
             }
@@ -318,7 +337,7 @@ impl PagedCache {
     /// the pools, [`PagedCacheDesc::page_bytes`] together.
     pub async fn swap_out(&self, pages: &[u32]) -> Result<Vec<u8>> {
         self.runtime.check_lost()?;
-        self.check_pages(pages)?;
+        self.desc.check_pages(pages)?;
         let bytes = self.swapped(pages);
         let usage = wgpu::BufferUsages::COPY_DST | wgpu::BufferUsages::COPY_SRC;
         let staging = self.runtime.buffer("pages to swap out", bytes, usage)?;
@@ -334,7 +353,7 @@ impl PagedCache {
     /// Submits, and does not wait: work submitted later finds them there.
     pub fn swap_in(&self, pages: &[u32], bytes: &[u8]) -> Result<()> {
         self.runtime.check_lost()?;
-        self.check_pages(pages)?;
+        self.desc.check_pages(pages)?;
         let expected = self.swapped(pages);
         if bytes.len() as u64 != expected {
             return Err(Error::shape("bytes", format!("{expected} for {} pages", pages.len()), bytes.len()));
@@ -364,13 +383,6 @@ impl PagedCache {
                 copy(pool, u64::from(*page) * bytes, staged, bytes);
                 staged += bytes;
             }
-        }
-    }
-
-    fn check_pages(&self, pages: &[u32]) -> Result<()> {
-        match pages.iter().find(|page| **page >= self.desc.page_count) {
-            Some(page) => Err(Error::shape("page", format!("less than the cache's {}", self.desc.page_count), page)),
-            None => Ok(()),
         }
     }
 }

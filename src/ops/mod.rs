@@ -1,7 +1,12 @@
 //! The operations, one file each.
 
+pub mod append;
 pub mod attention;
+pub mod gather;
 pub mod merge;
+pub mod rope;
+#[doc(hidden)]
+pub mod runs;
 #[doc(hidden)]
 pub mod unfused;
 
@@ -9,5 +14,6 @@ pub mod unfused;
 /// platforms.
 #[doc(hidden)]
 pub fn links() -> Vec<(String, crate::Needs, crate::shader::Link)> {
-    [attention::links(), merge::links(), unfused::links(), crate::cache::links()].concat()
+    [append::links(), attention::links(), gather::links(), merge::links(), unfused::links(), crate::cache::links()]
+        .concat()
 }

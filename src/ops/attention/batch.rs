@@ -88,7 +88,7 @@ impl Lengths<'_> {
         sequences.saturating_mul(u64::from(heads)).saturating_mul(self.lse_rows())
     }
 
-    fn validate(&self, what: &str) -> Result<()> {
+    pub(crate) fn validate(&self, what: &str) -> Result<()> {
         match self {
             Lengths::Ragged { offsets } => {
                 if offsets.first() != Some(&0) {

@@ -1,0 +1,350 @@
+//! What `append` and `gather` share: runs of neighbouring tokens, moved from rows of one tensor to rows of another.
+
+use std::sync::Arc;
+
+use crate::error::{Error, Result};
+use crate::kernel::Pipeline;
+use crate::runtime::Runtime;
+use crate::shader::shader_struct;
+use crate::view::{DType, Layout, View, bind_view, check_input, check_strides};
+
+shader_struct! {
+    pub(crate) struct Run {
+        block: u32,
+        slot: u32,
+        to_block: u32,
+        to_slot: u32,
+        tokens: u32,
+        position: u32,
+    }
+}
+
+shader_struct! {
+    pub(crate) struct Rows {
+        first: u32,
+        block: u32,
+        slot: u32,
+        head: u32,
+        to_first: u32,
+        to_block: u32,
+        to_slot: u32,
+        to_head: u32,
+        runs: u32,
+        heads: u32,
+        dim: u32,
+        stays: u32,
+        pairs: u32,
+        interleaved: u32,
+        factor: f32,
+    }
+}
+
+/// Which WGSL file has which of these structs, for the test that compares them.
+#[doc(hidden)]
+pub const STRUCTS: &[(&str, &str, &[&str])] =
+    &[("parts/runs", "Run", Run::FIELDS), ("parts/runs", "Rows", Rows::FIELDS)];
+
+/// Lanes of a workgroup, and cells that each takes.
+const WORKGROUP: u64 = 64;
+const CELLS: u64 = 8;
+const MOST_GROUPS: u32 = 65_535;
+/// So that the cells of a run, at most 2048 heads of 576 units, fit in 32 bits.
+const MOST_TOKENS: u32 = 1024;
+
+/// Where a token lies: a page or a sequence, and which token of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Place {
+    pub(super) block: u32,
+    pub(super) slot: u32,
+}
+
+/// Tokens to be moved, neighbours together.
+#[derive(Debug, Default)]
+pub(super) struct Runs(Vec<Run>);
+
+impl Runs {
+    /// One token more.
+    pub(super) fn push(&mut self, at: Place, to: Place, position: u32) {
+        if let Some(last) = self.0.last_mut()
+            && (last.block, last.to_block) == (at.block, to.block)
+            && last.tokens < MOST_TOKENS
+            && [(last.slot, at.slot), (last.to_slot, to.slot), (last.position, position)]
+                .iter()
+                .all(|(first, next)| first.checked_add(last.tokens) == Some(*next))
+        {
+            last.tokens += 1;
+            return;
+        }
+        let (Place { block, slot }, Place { block: to_block, slot: to_slot }) = (at, to);
+        self.0.push(Run { block, slot, to_block, to_slot, tokens: 1, position });
+    }
+
+    /// Refuses two tokens for one place.
+    pub(super) fn check_apart(&self, what: &str) -> Result<()> {
+        let mut targets: Vec<_> = self.0.iter().map(|run| (run.to_block, run.to_slot, run.tokens)).collect();
+        targets.sort_unstable();
+        for pair in targets.windows(2) {
+            let ((block, slot, tokens), (next_block, next_slot, _)) = (pair[0], pair[1]);
+            if block == next_block && next_slot - slot < tokens {
+                let given = format!("two for slot {next_slot} of page or sequence {block}");
+                return Err(Error::shape(what, "one token for each place", given));
+            }
+        }
+        Ok(())
+    }
+
+    fn sources(&self) -> impl Iterator<Item = (Place, u32)> {
+        self.0.iter().map(|run| (Place { block: run.block, slot: run.slot }, run.tokens))
+    }
+
+    fn targets(&self, stays: bool) -> impl Iterator<Item = (Place, u32)> {
+        let target = move |run: &Run| match stays {
+            true => Place { block: run.block, slot: run.slot },
+            false => Place { block: run.to_block, slot: run.to_slot },
+        };
+        self.0.iter().map(move |run| (target(run), run.tokens))
+    }
+}
+
+/// A tensor of rows: blocks of tokens of heads. `Layout::batch` is the distance between blocks.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Tensor {
+    pub(super) what: &'static str,
+    pub(super) layout: Layout,
+    pub(super) dtype: DType,
+    /// Slots of a block, if blocks are so long; for the check that places are apart.
+    pub(super) slots: Option<u32>,
+}
+
+impl Tensor {
+    /// Bytes that these places reach, if a binding and offsets of 32 bits carry them.
+    fn reach(
+        &self,
+        places: impl Iterator<Item = (Place, u32)>,
+        heads: u32,
+        dim: u32,
+        limits: &wgpu::Limits,
+    ) -> Result<u64> {
+        let layout = &self.layout;
+        let far = |count: u32, stride: u64| u64::from(count).saturating_mul(stride);
+        let last = places
+            .map(|(place, tokens)| {
+                let slot = u64::from(place.slot) + u64::from(tokens) - 1;
+                far(place.block, layout.batch).saturating_add(slot.saturating_mul(layout.seq))
+            })
+            .max();
+        let Some(last) = last else { return Ok(0) };
+        let elements =
+            [layout.offset, last, far(heads - 1, layout.head), dim.into()].into_iter().fold(0, u64::saturating_add);
+        let bytes = elements.saturating_mul(self.dtype.size());
+        let most = limits.max_storage_buffer_binding_size.min(u64::from(u32::MAX) * self.dtype.size());
+        if bytes > most {
+            return Err(Error::limit(format!("bytes of {}", self.what), most, bytes, "split the work"));
+        }
+        Ok(bytes)
+    }
+
+    /// Refuses strides under which two of these places share an element.
+    fn check_distinct(&self, places: impl Iterator<Item = (Place, u32)>, heads: u32, dim: u32) -> Result<()> {
+        let (mut blocks, mut slots) = (0, 0);
+        for (place, tokens) in places {
+            blocks = blocks.max(u64::from(place.block) + 1);
+            slots = slots.max(u64::from(place.slot) + u64::from(tokens));
+        }
+        let slots = self.slots.map_or(slots, u64::from);
+        let layout = &self.layout;
+        let mut dims = vec![(layout.head, heads.into()), (layout.seq, slots), (layout.batch, blocks)];
+        check_strides(self.what, &mut dims, dim.into())
+    }
+}
+
+/// Pairs of dims that are turned on the way.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Turn {
+    pub(super) pairs: u32,
+    pub(super) interleaved: bool,
+    pub(super) factor: f32,
+}
+
+/// One tensor's part of a move.
+pub(super) struct Part {
+    pub(super) pipeline: Arc<Pipeline>,
+    pub(super) source: Tensor,
+    pub(super) target: Tensor,
+    pub(super) heads: u32,
+    pub(super) dim: u32,
+    /// Elements (or bytes, as the kernel says) of a unit: elements 1, or how many bytes.
+    pub(super) unit: Unit,
+    pub(super) stays: bool,
+    pub(super) turn: Turn,
+}
+
+/// What a kernel counts in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Unit {
+    Element,
+    Bytes(u64),
+}
+
+/// The widest unit of `gather.wgsl` that both layouts and `dim` elements are multiples of.
+pub(super) fn unit_of(a: &Layout, b: &Layout, dim: u32, dtype: DType) -> u64 {
+    let sizes = [a.offset, a.batch, a.seq, a.head, b.offset, b.batch, b.seq, b.head, dim.into()];
+    let all = |unit: u64| sizes.iter().all(|size| size.saturating_mul(dtype.size()).is_multiple_of(unit));
+    [16, 4].into_iter().find(|unit| all(*unit)).unwrap_or(2)
+}
+
+/// A dispatch whose parameters are on the device.
+#[derive(Debug)]
+struct Step {
+    pipeline: Arc<Pipeline>,
+    rows: std::ops::Range<u64>, // bytes in the buffer
+    grid: [u32; 3],
+    source: &'static str,
+    target: &'static str,
+    reach: u64,
+    target_reach: u64,
+}
+
+/// Parts of one list of runs, with all their parameters in one buffer.
+#[derive(Debug)]
+pub(super) struct Moves {
+    runtime: Runtime,
+    buffer: Option<wgpu::Buffer>, // none if there is nothing to do
+    runs: std::ops::Range<u64>,
+    steps: Vec<Step>,
+}
+
+impl Moves {
+    pub(super) fn new(runtime: &Runtime, runs: &Runs, parts: Vec<Part>) -> Result<Moves> {
+        let limits = &runtime.caps().limits;
+        let alignment =
+            u64::from(limits.min_storage_buffer_offset_alignment.max(limits.min_uniform_buffer_offset_alignment));
+        let list: &[u8] = bytemuck::cast_slice(&runs.0);
+        let most = limits.max_storage_buffer_binding_size;
+        if list.len() as u64 > most {
+            return Err(Error::limit("bytes of the list of runs", most, list.len() as u64, "split the batch"));
+        }
+        let mut bytes: Vec<u8> = Vec::with_capacity(parts.len() * alignment as usize + list.len());
+        let mut steps = Vec::with_capacity(parts.len());
+        let longest = runs.0.iter().map(|run| run.tokens).max().unwrap_or(0);
+        for part in parts {
+            let reach = part.source.reach(runs.sources(), part.heads, part.dim, limits)?;
+            let target_reach = part.target.reach(runs.targets(part.stays), part.heads, part.dim, limits)?;
+            part.target.check_distinct(runs.targets(part.stays), part.heads, part.dim)?;
+            // Checked above: where a stride is used at all, it fits.
+            let unit = |elements: u64, dtype: DType| match part.unit {
+                Unit::Element => elements as u32,
+                Unit::Bytes(bytes) => (elements.saturating_mul(dtype.size()) / bytes) as u32,
+            };
+            let (a, b) = (&part.source, &part.target);
+            let dim = unit(part.dim.into(), a.dtype);
+            let rows = Rows {
+                first: unit(a.layout.offset, a.dtype),
+                block: unit(a.layout.batch, a.dtype),
+                slot: unit(a.layout.seq, a.dtype),
+                head: unit(a.layout.head, a.dtype),
+                to_first: unit(b.layout.offset, b.dtype),
+                to_block: unit(b.layout.batch, b.dtype),
+                to_slot: unit(b.layout.seq, b.dtype),
+                to_head: unit(b.layout.head, b.dtype),
+                runs: runs.0.len() as u32,
+                heads: part.heads,
+                dim,
+                stays: part.stays.into(),
+                pairs: part.turn.pairs,
+                interleaved: part.turn.interleaved.into(),
+                factor: part.turn.factor,
+            };
+            let cells = u64::from(longest)
+                * u64::from(part.heads)
+                * u64::from(match part.unit {
+                    Unit::Element => dim.div_ceil(4),
+                    Unit::Bytes(_) => dim,
+                });
+            let count = runs.0.len() as u32;
+            let start = bytes.len() as u64;
+            bytes.extend_from_slice(bytemuck::bytes_of(&rows));
+            let end = bytes.len() as u64;
+            bytes.resize(bytes.len().next_multiple_of(alignment as usize), 0);
+            steps.push(Step {
+                pipeline: part.pipeline,
+                rows: start..end.next_multiple_of(16),
+                grid: [
+                    count.min(MOST_GROUPS),
+                    count.div_ceil(MOST_GROUPS),
+                    cells.div_ceil(WORKGROUP * CELLS).clamp(1, MOST_GROUPS.into()) as u32,
+                ],
+                source: a.what,
+                target: b.what,
+                reach,
+                target_reach,
+            });
+        }
+        let start = bytes.len() as u64;
+        bytes.extend_from_slice(list);
+        let usage = wgpu::BufferUsages::UNIFORM | wgpu::BufferUsages::STORAGE;
+        Ok(Moves {
+            buffer: (!list.is_empty()).then(|| runtime.upload("runs", &bytes, usage)).transpose()?,
+            runs: start..bytes.len() as u64,
+            steps,
+            runtime: runtime.clone(),
+        })
+    }
+
+    /// Appends all parts; `views` names the buffers of all tensors.
+    pub(super) fn record(
+        &self,
+        label: &str,
+        encoder: &mut wgpu::CommandEncoder,
+        views: &[(&str, View)],
+        frequencies: Option<&wgpu::Buffer>,
+    ) -> Result<()> {
+        self.runtime.check_lost()?;
+        let limits = &self.runtime.caps().limits;
+        let view = |what: &str| {
+            let found = views.iter().find(|(name, _)| *name == what);
+            found.map(|(_, view)| *view).ok_or_else(|| Error::shape(what, "a buffer, as the descriptor says", "none"))
+        };
+        let targets = self.steps.iter().map(|step| view(step.target)).collect::<Result<Vec<_>>>()?;
+        let mut groups = Vec::with_capacity(self.steps.len());
+        for step in &self.steps {
+            let (source, target) = (view(step.source)?, view(step.target)?);
+            check_input(step.source, source, &targets)?;
+            let Some(buffer) = &self.buffer else { continue };
+            let source = bind_view(step.source, Some(source), step.reach, limits)?;
+            let target = bind_view(step.target, Some(target), step.target_reach, limits)?;
+            let part = |range: &std::ops::Range<u64>| wgpu::BufferBinding {
+                buffer,
+                offset: range.start,
+                size: wgpu::BufferSize::new(range.end - range.start),
+            };
+            groups.push(step.pipeline.bind(self.runtime.device(), |name| match name {
+                "rows" => Some(part(&step.rows)),
+                "runs" => Some(part(&self.runs)),
+                "source" | "source_data" => source.clone(),
+                "destination" | "cache_data" => target.clone(),
+                "frequencies" => frequencies.map(wgpu::Buffer::as_entire_buffer_binding),
+                _ => None,
+            })?);
+        }
+        if groups.is_empty() {
+            return Ok(());
+        }
+        let mut pass =
+            encoder.begin_compute_pass(&wgpu::ComputePassDescriptor { label: Some(label), timestamp_writes: None });
+        for (step, group) in self.steps.iter().zip(&groups) {
+            pass.set_pipeline(&step.pipeline.pipeline);
+            pass.set_bind_group(0, group, &[]);
+            let [x, y, z] = step.grid;
+            pass.dispatch_workgroups(x, y, z);
+        }
+        Ok(())
+    }
+
+    pub(super) fn is_of(&self, runtime: &Runtime) -> Result<()> {
+        match self.runtime.is(runtime) {
+            true => Ok(()),
+            false => Err(Error::shape("plan", "one made on the same Runtime", "another Runtime's")),
+        }
+    }
+}
