@@ -44,7 +44,7 @@ impl Work {
     /// Names of the rows it uses.
     pub fn rows(&self) -> Vec<&'static str> {
         match self {
-            Work::Fused(attention, _) => attention.variants(),
+            Work::Fused(_, schedule) => schedule.variants().to_vec(),
             Work::Unfused(_) => vec![unfused::NAME],
         }
     }

@@ -412,6 +412,25 @@ fn safetensors_and_expected_values() {
 }
 
 #[test]
+fn pages_change_nothing() {
+    let [q, k, v, o] = ["q", "k", "v", "out"].map(|name| format!("{RECORDING}:layer14.{name}"));
+    let folder = Folder::new();
+    let out = folder.path("paged.npy");
+    let attend = ["attend", "--q", &q, "--k", &k, "--v", &v, "--causal", "--window", "50,0"];
+    for adapter in adapters().iter().map(String::as_str).chain(["oracle"]) {
+        for page_len in ["1", "16", "1000"] {
+            let text = succeed(&[&attend[..], &["--page-len", page_len, "--adapter", adapter, "--out", &out]].concat());
+            for part in ["paged O    the same bits", "paged LSE  the same bits"] {
+                assert!(text.contains(part), "{adapter}: {page_len}: {text}");
+            }
+        }
+    }
+    let expect = [&attend[..7], &["--causal", "--expect", &o]].concat();
+    fail(&[&expect[..], &["--page-len", "0"]].concat(), 2, "0 is not in 1..");
+    fail(&[&expect[..], &["--page-len", "536870912"]].concat(), 1, "choose a smaller --page-len");
+}
+
+#[test]
 fn shows_one_head() {
     let folder = Folder::new();
     Qkv::new(&folder, &[2, 8, 2, 4], &[2, 8, 2, 4], &[2, 8, 2, 4]);

@@ -92,7 +92,7 @@ impl Model {
         for (id, count) in batch.iter().filter(|(_, count)| *count > 0) {
             let at = self.live.iter().position(|(other, _)| other == id).unwrap();
             let len = self.live[at].1.len();
-            if len % self.page_len() > 0 {
+            if !len.is_multiple_of(self.page_len()) {
                 let last = *tables[at].last().unwrap();
                 let holders = tables.iter().filter(|table| table.contains(&last)).count();
                 if holders > 1 || self.known.values().any(|known| known.page == last) {
@@ -516,36 +516,4 @@ fn sizes_at_their_ends() {
         Err(Error::OutOfPages { needed: u32::MAX, free: u32::MAX }) => {}
         other => panic!("{other:?}"),
     }
-}
-
-/// Times of a server's step: `cargo test --release --test pages -- --ignored --nocapture`.
-#[test]
-#[ignore = "prints times"]
-fn times() {
-    let mut pages = Pages::new(20_000, 16).unwrap();
-    let ids: Vec<_> = (0..256).map(|_| pages.create()).collect();
-    let mut copies = Vec::new();
-    let start: Vec<_> = ids.iter().map(|id| (*id, 32 * 16 - 8)).collect();
-    pages.append(&start, &mut copies).unwrap();
-    let one: Vec<_> = ids.iter().map(|id| (*id, 1)).collect();
-    let mut buffer = TableBuffer::default();
-    let (mut append, mut table) = (Vec::new(), Vec::new());
-    for _ in 0..1000 {
-        let clock = std::time::Instant::now();
-        pages.append(&one, &mut copies).unwrap();
-        append.push(clock.elapsed());
-        let clock = std::time::Instant::now();
-        std::hint::black_box(pages.table(&ids, &mut buffer).unwrap());
-        table.push(clock.elapsed());
-        if append.len() % 8 == 0 {
-            ids.iter().for_each(|id| pages.truncate(*id, 32 * 16 - 8).unwrap());
-        }
-    }
-    for (what, times) in [("append", &mut append), ("table", &mut table)] {
-        times.sort();
-        println!("{what} of 256 sequences × 32 pages: median {:?}, p99 {:?}", times[500], times[990]);
-    }
-    let clock = std::time::Instant::now();
-    let stats = pages.stats();
-    println!("stats: {:?}, {stats:?}", clock.elapsed());
 }

@@ -1,5 +1,7 @@
 //! `attend`: attention on tensors in files.
 
+mod paged;
+
 use std::fmt::Display;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
@@ -9,6 +11,7 @@ use wgpu_attention::{
     AttentionDesc, Batch, DType, HostInput, HostMask, Layout, Lengths, MaskKind, ScoreLayout, Start, Window,
 };
 
+use self::paged::Paged;
 use crate::compare::{Comparison, compare, largest, tolerance};
 use crate::engine::{Answer, Engine};
 use crate::tensor::{self, Data, FileType, Output, Tensor};
@@ -68,6 +71,10 @@ pub struct AttendArgs {
     /// At which key row 0 stands: the last row at the last key, the first row at the first, or one number a sequence
     #[arg(long, value_name = "bottom-right|top-left|F", default_value = "bottom-right", help_heading = "Layout")]
     q_start: String,
+    /// Compute it a second time with K and V in pages of P tokens at random places of a pool, NaN around them, and fail if
+    /// the results differ by more than the tolerance
+    #[arg(long, value_name = "P", value_parser = clap::value_parser!(u32).range(1..=MAX_PAGE_LEN), help_heading = "Layout")]
+    page_len: Option<u32>,
     /// What the kernels see of Q, K and V, whatever the files hold. Default: the files' types, the wider of K and V.
     /// Arithmetic and the output are f32, rounded once when written
     #[arg(long, value_enum, help_heading = "Layout")]
@@ -98,6 +105,9 @@ pub struct AttendArgs {
     #[arg(long, value_name = "F", help_heading = "Scores")]
     sinks: Option<String>,
 }
+
+/// Longer sequences there are none.
+const MAX_PAGE_LEN: i64 = 1 << 29;
 
 const EXAMPLES: &str = "Examples:
   wgpu-attention attend --q q.npy --k k.npy --v v.npy --causal --out o.npy
@@ -186,11 +196,27 @@ pub fn run(args: &AttendArgs, global: &Global) -> Result<()> {
         Some((b, head)) => picture(&problem, &batch, &input, &answer, b, head)?,
         None => String::new(),
     };
-    let comparisons = expected.compare(&answer)?;
+    let mut comparisons = expected.compare(&answer)?;
 
     let mut report = summary(&problem, &batch, &engine, &answer);
+    if let Some(page_len) = args.page_len {
+        let paged = Paged::new(&problem.desc, &batch, &input, page_len)?;
+        let same = engine.attend(&problem.desc, &paged.batch(&problem.desc, &batch), &paged.input(&input))?;
+        let time = same.time.as_ref().map_or(String::new(), |time| format!(", {}", terminal::seconds(time.seconds)));
+        let pages = format!("{} of {page_len} tokens, at random places of a pool{time}", paged.page_count());
+        report += &line("pages", pages);
+        for (what, paged, dense) in [("paged O", &same.out, &answer.out), ("paged LSE", &same.lse, &answer.lse)] {
+            let allowed = args.tolerance.unwrap_or(tolerance(FileType::F32, largest(dense)));
+            comparisons.push((what, compare(paged, dense, allowed)));
+        }
+    }
     for (what, comparison) in &comparisons {
-        let verdict = if comparison.passed() { "as expected" } else { "NOT as expected" };
+        let verdict = match (comparison.passed(), what.starts_with("paged")) {
+            (true, true) if comparison.error == 0.0 => "the same bits as without pages",
+            (true, true) => "as without pages",
+            (true, false) => "as expected",
+            (false, _) => "NOT as expected",
+        };
         report += &line(what, format!("{verdict}: {comparison}{}", comparison.details()));
     }
     if let Some((what, comparison)) = comparisons.iter().find(|(_, comparison)| !comparison.passed()) {

@@ -18,7 +18,7 @@ pub enum Engine {
 pub struct Answer {
     pub out: Vec<f32>,
     pub lse: Vec<f32>,
-    /// Rows of the variant table, none for the oracle.
+    /// Rows of the variant table that were used, none for the oracle.
     pub variants: Vec<&'static str>,
     /// None if there was nothing to compute.
     pub time: Option<Time>,
@@ -95,7 +95,7 @@ fn oracle(desc: &AttentionDesc, batch: &Batch, input: &HostInput) -> Result<Answ
 fn gpu(runtime: &Runtime, desc: &AttentionDesc, batch: &Batch, input: &HostInput) -> Result<Answer> {
     let attention = Attention::new(runtime, desc)?;
     let schedule = attention.schedule(batch)?;
-    let variants = attention.variants();
+    let variants = schedule.variants().to_vec();
     let buffers = attention.upload(batch, input)?;
     if schedule.dispatches() == 0 {
         let HostOutput { out, lse } = pollster::block_on(attention.download(&buffers))?;

@@ -129,9 +129,15 @@ pub struct Schedule {
     pub(super) reach: Reach,
     workspace: u64,
     splits: usize,
+    variants: Vec<&'static str>,
 }
 
 impl Schedule {
+    /// Names of the rows it uses, of those that [`Attention::variants`] names.
+    pub fn variants(&self) -> &[&'static str] {
+        &self.variants
+    }
+
     /// Dispatches that recording appends.
     pub fn dispatches(&self) -> usize {
         self.steps.len()
@@ -171,11 +177,15 @@ impl Attention {
             page_len: batch.pages.map(|pages| pages.page_len),
         };
         let mut steps = Vec::with_capacity(plan.dispatches.len());
+        let mut variants = Vec::new();
         for planned in &plan.dispatches {
             let pipeline = match planned.kernel {
                 Kernel::Merge => self.runtime.pipeline("attention.merge", &merge_link(desc, access.out))?,
                 Kernel::Attend { form, dest } => {
                     let row = self.row(form);
+                    if !variants.contains(&row.name) {
+                        variants.push(row.name);
+                    }
                     self.runtime.pipeline(row.name, &link_of(desc, row, dest, access))?
                 }
             };
@@ -191,6 +201,7 @@ impl Attention {
             reach,
             workspace,
             splits: plan.splits,
+            variants,
         })
     }
 
