@@ -44,7 +44,7 @@ fn bench_case(criterion: &mut Criterion, runtime: &Runtime, case: &Case) {
     let buffers = CaseBuffers::new(runtime, case, &data).unwrap();
     let check = Check::new(case, &data).unwrap();
     let mut works = vec![("default", Work::fused(runtime, case, None).unwrap())];
-    works.extend(Work::twin(runtime, case).map(|(name, work)| (name, work.unwrap())));
+    works.extend(Work::twins(runtime, case).into_iter().map(|(name, work)| (name, work.unwrap())));
     let mut group = criterion.benchmark_group(&case.name);
     group.sample_size(10).warm_up_time(Duration::from_millis(200)).measurement_time(Duration::from_secs(1));
     group.throughput(Throughput::Elements(case.flops() as u64));

@@ -29,13 +29,13 @@ pub struct Case {
     pub twin: Option<Twin>,
 }
 
-/// Another way to compute a case, to compare with.
+/// Other ways to compute a case, to compare with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Twin {
     /// In three passes, with all scores in memory.
     Unfused,
-    /// Without a cascade: shared keys are read for each sequence.
-    Flat,
+    /// Shared keys read for each sequence, and once for all, whatever the library would choose.
+    Cascade,
 }
 
 /// Rows and keys of a case's sequences.
@@ -167,7 +167,7 @@ fn paged(decoding: &Case, shared: u32, page_len: u32) -> Case {
     }
     let (prefix, rest) = order.split_at(shared_pages as usize);
     let pages = rest.chunks(own_pages as usize).flat_map(|own| [prefix, own].concat()).collect();
-    let (family, twin) = if shared > 0 { ("cascade", Some(Twin::Flat)) } else { ("paged", None) };
+    let (family, twin) = if shared > 0 { ("cascade", Some(Twin::Cascade)) } else { ("paged", None) };
     let name = decoding.name.replace("/decode/", &format!("/{family}/"));
     let name = match shared {
         0 => name,

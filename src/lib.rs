@@ -58,7 +58,9 @@ pub use error::{Error, Result};
 pub use host::{HostBuffers, HostInput, HostMask, HostOutput};
 pub use kernel::{Variant, is_named};
 pub use ops::append::{Append, AppendBatch, AppendDesc, AppendIo, AppendPlan, NewToken};
-pub use ops::attention::{Attention, AttentionDesc, AttentionIo, Batch, Lengths, MaskKind, Schedule, Start, Window};
+pub use ops::attention::{
+    Attention, AttentionDesc, AttentionIo, Batch, Cascade, Lengths, MaskKind, Schedule, Start, Window,
+};
 pub use ops::gather::{Direction, Gather, GatherBatch, GatherDesc, GatherIo, GatherPlan};
 pub use ops::merge::{Merge, MergeDesc, MergeIo, MergeLayout};
 pub use ops::rope::{Rope, RopePairs, RopeScaling};

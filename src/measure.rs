@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use crate::cases::{Case, CaseData, Twin};
 use crate::error::Result;
-use crate::ops::attention::{Attention, AttentionDesc, AttentionIo, Batch, Schedule};
+use crate::ops::attention::{Attention, AttentionDesc, AttentionIo, Batch, Cascade, Schedule};
 use crate::ops::unfused::{self, Unfused, UnfusedIo};
 use crate::runtime::Runtime;
 
@@ -30,15 +30,16 @@ impl Work {
         Ok(Work::Fused(Box::new(attention), Box::new(schedule)))
     }
 
-    /// What a case is compared with, and its name.
-    pub fn twin(runtime: &Runtime, case: &Case) -> Option<(&'static str, Result<Work>)> {
-        Some(match case.twin? {
-            Twin::Unfused => ("unfused", Unfused::new(runtime, &case.desc, &case.batch()).map(Work::Unfused)),
-            Twin::Flat => {
-                let flat = Batch { cascade: false, ..case.batch() };
-                ("flat", Self::fused_on(runtime, case, None, &flat))
+    /// What a case is compared with, and its names.
+    pub fn twins(runtime: &Runtime, case: &Case) -> Vec<(&'static str, Result<Work>)> {
+        let cascade = |cascade| Self::fused_on(runtime, case, None, &Batch { cascade, ..case.batch() });
+        match case.twin {
+            None => Vec::new(),
+            Some(Twin::Unfused) => {
+                vec![("unfused", Unfused::new(runtime, &case.desc, &case.batch()).map(Work::Unfused))]
             }
-        })
+            Some(Twin::Cascade) => vec![("flat", cascade(Cascade::Never)), ("cascade", cascade(Cascade::Always))],
+        }
     }
 
     /// Names of the rows it uses.

@@ -82,7 +82,8 @@ pub struct CaseReport {
 #[cfg_attr(feature = "cli", derive(Serialize, Deserialize))]
 pub struct VariantReport {
     /// `default` for what the library chooses by itself, `portable` for its choice among portable rows, `unfused` for the
-    /// three passes, `flat` for the default without a cascade, otherwise the name of one row that served all tiles.
+    /// three passes, `flat` and `cascade` for the default with shared keys read
+    /// for each sequence and once for all, otherwise the name of one row that served all tiles.
     pub name: String,
     /// The rows behind it.
     pub rows: Vec<String>,

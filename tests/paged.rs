@@ -170,6 +170,7 @@ impl Scene {
         Batch {
             k_layout: self.order.layout(self.page_len, self.desc.kv_heads, self.desc.head_dim),
             v_layout: self.order.layout(self.page_len, self.desc.kv_heads, self.desc.v_dim()),
+            cascade: Cascade::Always,
             ..Batch::paged(&self.desc, q, &self.kv_lens, self.table())
         }
     }
@@ -299,11 +300,11 @@ fn prefill_equals_decoding() {
         let pages: Vec<u32> = counts.flat_map(|count| prefill.pages[..count as usize].to_vec()).collect();
         let table = PageTable { page_len: 16, offsets: &offsets, pages: &pages };
         let batch = Batch::paged(&desc, Lengths::Ragged { offsets: &q_offsets }, &lens, table);
-        for cascade in [false, true] {
+        for cascade in [Cascade::Never, Cascade::Always] {
             let decoded = block(attention.run(&Batch { cascade, ..batch }, &prefill.paged.input())).unwrap();
             let want: Vec<f64> = whole.out.iter().map(|x| f64::from(*x)).collect();
             assert_eq!(want.len(), (rows * dim) as usize);
-            compare(&decoded.out, &want, 1e-5, &format!("{name}: decoding, cascade {cascade}"));
+            compare(&decoded.out, &want, 1e-5, &format!("{name}: decoding, cascade {cascade:?}"));
         }
     }
 }
@@ -363,7 +364,7 @@ fn cascades() {
             let read = |batch: &Batch| -> u32 {
                 attention.planned_items(batch).unwrap().iter().map(|item| item.kv_end - item.kv_begin).sum()
             };
-            let flat = Batch { cascade: false, ..batch };
+            let flat = Batch { cascade: Cascade::Never, ..batch };
             let (read, flat_read) = (read(&batch), read(&flat));
             assert!(4 * read < 3 * flat_read, "{name}: turn {turn}: {read} of {flat_read}");
             for (batch, what) in [(batch, "cascade"), (flat, "flat")] {

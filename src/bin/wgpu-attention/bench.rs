@@ -262,7 +262,7 @@ impl Bench<'_> {
         Ok(Ok(report))
     }
 
-    /// The library's own choice, each row by itself, the portable rows and the case's twin.
+    /// The library's own choice, each row by itself, the portable rows and the case's twins.
     fn works(&self, case: &Case, portable: Work, skipped: &mut Vec<Skipped>) -> Result<Vec<(String, Work)>> {
         let fused = |variant| Work::fused(self.runtime, case, variant);
         let mut works = Vec::new();
@@ -277,7 +277,7 @@ impl Bench<'_> {
             }
         }
         works.push(("portable".to_string(), Ok(portable)));
-        works.extend(Work::twin(self.runtime, case).map(|(name, work)| (name.to_string(), work)));
+        works.extend(Work::twins(self.runtime, case).into_iter().map(|(name, work)| (name.to_string(), work)));
         let mut possible = Vec::new();
         for (name, work) in works {
             match work {

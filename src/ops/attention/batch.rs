@@ -131,6 +131,20 @@ pub enum Start<'a> {
     Explicit(&'a [i32]),
 }
 
+/// Shared prefixes (Ye et al., *Cascade Inference*, 2024): pages that neighbouring sequences have in common at their beginning
+/// can be attended to once for all of them, in tiles of all their rows, level by level, and the states merged. The result is
+/// the same up to rounding.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Cascade {
+    /// Where it is expected to be faster: where reading keys again would cost more than the higher tiles do.
+    #[default]
+    Auto,
+    /// Wherever at least 256 keys are shared and masks, biases and ALiBi do not forbid it.
+    Always,
+    /// Nowhere.
+    Never,
+}
+
 /// What a batch fixes: lengths, alignment and strides.
 #[derive(Clone, Copy, Debug)]
 pub struct Batch<'a> {
@@ -142,9 +156,8 @@ pub struct Batch<'a> {
     /// Then `kv` says how many keys there are, and the layouts of K and V where a slot is: [`Layout::batch`] is the distance
     /// between pages, [`Layout::seq`] that between slots. Pages without keys that some row sees are not looked at.
     pub pages: Option<PageTable<'a>>,
-    /// Attend to keys that neighbouring sequences share, the same pages at their beginning, once for all of them and merge
-    /// (a cascade), where that is expected to be faster.
-    pub cascade: bool,
+    /// Whether keys that neighbouring sequences share, the same pages at their beginning, are read once for all of them.
+    pub cascade: Cascade,
     /// Alignment of rows to keys.
     pub start: Start<'a>,
     /// Of Q.
@@ -191,7 +204,7 @@ impl<'a> Batch<'a> {
             mask_layout: None,
             mask_offsets: None,
             pages: None,
-            cascade: true,
+            cascade: Cascade::Auto,
             q,
             kv,
         }

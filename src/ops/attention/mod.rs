@@ -23,7 +23,7 @@ mod plan;
 mod rows;
 mod schedule;
 
-pub use batch::{Batch, Lengths, Start};
+pub use batch::{Batch, Cascade, Lengths, Start};
 pub use rows::{links, variants};
 pub(crate) use schedule::Retired;
 pub use schedule::Schedule;

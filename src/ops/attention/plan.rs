@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use crate::error::{Error, Result};
 use crate::ops::attention::AttentionDesc;
-use crate::ops::attention::batch::{Batch, Lengths};
+use crate::ops::attention::batch::{Batch, Cascade, Lengths};
 use crate::ops::attention::rows::{Dest, Form};
 use crate::shader::shader_struct;
 
@@ -53,6 +53,8 @@ pub(super) struct Height {
     pub(super) rows: u32,
     /// Keys of a step; chunks are multiples of it.
     pub(super) step: u32,
+    /// What a key costs a tile, in rows of a tall one.
+    pub(super) cost: u32,
     /// Keys of one item, from the adapter's loop limit and so that no workgroup runs for long.
     pub(super) keys: u32,
 }
@@ -84,6 +86,11 @@ const MIN_CHUNK: u32 = 128;
 impl Bounds {
     fn height(&self, form: Form) -> Height {
         self.heights[form as usize].expect("only forms that are there are used")
+    }
+
+    /// Rows of the highest tiles.
+    fn tallest(&self) -> u32 {
+        self.heights.iter().flatten().map(|height| height.rows).max().unwrap_or(1)
     }
 
     /// The lowest form that takes `rows`, or else the highest.
@@ -204,7 +211,9 @@ pub(super) fn slot_bytes(v_dim: u32) -> u64 {
 pub(super) fn plan(desc: &AttentionDesc, batch: &Batch, bounds: Bounds) -> Result<Plan> {
     match plan_once(desc, batch, bounds) {
         // All that shares a prefix is merged together; flat work needs less room at a time.
-        Err(Error::Limit { .. }) if batch.cascade => plan_once(desc, &Batch { cascade: false, ..*batch }, bounds),
+        Err(Error::Limit { .. }) if batch.cascade != Cascade::Never => {
+            plan_once(desc, &Batch { cascade: Cascade::Never, ..*batch }, bounds)
+        }
         result => result,
     }
 }
@@ -296,8 +305,10 @@ impl Planner<'_> {
             let mut end = b + 1;
             if let Some(prefixes) = &prefixes {
                 end = prefixes.run(b, 0).min(b + self.bounds.dispatch);
-                if end > b + 1 {
+                if end > b + 1 && self.pays(b..end) {
                     shared.push(self.cascade(b..end, prefixes));
+                } else {
+                    end = b + 1;
                 }
             }
             if end == b + 1 {
@@ -329,9 +340,27 @@ impl Planner<'_> {
         }
     }
 
-    /// What a tile costs, by its padded rows.
     fn cost(&self, tile: &Tile) -> u64 {
-        u64::from(tile.keys()) * u64::from(self.bounds.height(tile.form).rows)
+        u64::from(tile.keys()) * u64::from(self.bounds.height(tile.form).cost)
+    }
+
+    /// What a key that these sequences share costs in tiles of each, and in tiles of all their rows; and how high these are.
+    fn shared_costs(&self, run: Range<usize>) -> (u64, u64, u32) {
+        let cost = |rows: u64| u64::from(self.bounds.height(self.bounds.form(rows)).cost);
+        let flat = run.clone().map(|b| cost(self.rows(b))).sum(); // one tile each, see `shared_pages`
+        let rows: u64 = run.map(|b| self.rows(b)).sum();
+        let together = |height: &Height| {
+            let full = rows / u64::from(height.rows) * u64::from(height.cost);
+            let rest = rows % u64::from(height.rows);
+            (full + if rest > 0 { cost(rest) } else { 0 }, Reverse(height.rows)) // of equals the highest: it reads least
+        };
+        let (shared, height) = self.bounds.heights.iter().flatten().map(together).min().unwrap_or((flat, Reverse(1)));
+        (flat, shared, height.0)
+    }
+
+    fn pays(&self, run: Range<usize>) -> bool {
+        let (flat, shared, _) = self.shared_costs(run);
+        self.batch.cascade == Cascade::Always || shared < flat
     }
 
     /// What one item should cost: the least with which all items fit on the device at once, or where the tiles alone are
@@ -355,9 +384,9 @@ impl Planner<'_> {
 
     /// Keys of an item of this tile: as few items as the cost and the limits allow, of about equal length.
     fn chunk(&self, tile: &Tile, cost_of_item: u64) -> u32 {
-        let Height { rows, step, keys } = self.bounds.height(tile.form);
+        let Height { cost, step, keys, .. } = self.bounds.height(tile.form);
         let most = (keys / step).max(1); // in steps
-        let wanted = cost_of_item.div_ceil(rows.into()).min(u64::from(u32::MAX / 2)) as u32;
+        let wanted = cost_of_item.div_ceil(cost.into()).min(u64::from(u32::MAX / 2)) as u32;
         let chunk = wanted.max(MIN_CHUNK).div_ceil(step).min(most) * step;
         let items = tile.keys().div_ceil(chunk).max(1);
         tile.keys().div_ceil(items).div_ceil(step).max(1) * step
@@ -375,14 +404,13 @@ impl Planner<'_> {
     /// What sequences share, if a cascade is possible: all their rows see all of the shared keys alike.
     fn shared_pages(&self) -> Option<Shared> {
         let (desc, batch) = (self.desc, self.batch);
-        let pages = batch.pages.filter(|_| batch.cascade)?;
+        let pages = batch.pages.filter(|_| batch.cascade != Cascade::Never)?;
         let sequences = batch.q.batch();
         if desc.bias.is_some() || desc.mask.is_some() || desc.alibi.is_some() || sequences < 2 {
             return None;
         }
         token_stride(batch)?;
-        let tallest =
-            Form::ALL.into_iter().filter_map(|form| self.bounds.heights[form as usize]).map(|h| h.rows).max()?;
+        let tallest = self.bounds.tallest();
         // Whole pages that all rows of a sequence see; none for one that fills tiles by itself.
         let usable = |b: usize| match batch.q.len(b) {
             0 => 0,
@@ -425,7 +453,10 @@ impl Planner<'_> {
     fn level(&mut self, run: Range<usize>, origin: usize, depth: u32, shared: &Shared, sources: &mut [Vec<Source>]) {
         let mut b = run.start;
         while b < run.end {
-            let end = shared.run(b, depth).min(run.end);
+            let mut end = shared.run(b, depth).min(run.end);
+            if end > b + 1 && !self.pays(b..end) {
+                end = b + 1;
+            }
             if end == b + 1 {
                 let tile = self.tiles.len();
                 self.tile(b, depth * shared.page_len); // one tile: `shared_pages` takes no sequence of more rows
@@ -445,12 +476,11 @@ impl Planner<'_> {
 
     /// Tiles over keys that all sequences of `run` share, as many whole sequences in each as fit.
     fn share(&mut self, run: Range<usize>, keys: Range<u32>, origin: usize, sources: &mut [Vec<Source>]) {
-        let tallest = Form::ALL.into_iter().filter_map(|form| self.bounds.heights[form as usize]).map(|h| h.rows).max();
-        let tallest = u64::from(tallest.unwrap_or(1));
+        let (_, _, height) = self.shared_costs(run.clone());
         let mut b = run.start;
         while b < run.end {
             let (begin, mut rows) = (b, 0);
-            while b < run.end && (rows == 0 || rows + self.rows(b) <= tallest) {
+            while b < run.end && (rows == 0 || rows + self.rows(b) <= height.into()) {
                 sources[b - origin].push(Source { tile: self.tiles.len(), row: rows as u32 });
                 rows += self.rows(b);
                 b += 1;

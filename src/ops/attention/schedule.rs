@@ -8,7 +8,9 @@ use crate::ops::attention::batch::{Batch, Lengths};
 use crate::ops::attention::plan::{
     Bounds, Height, Item, Kernel, MergeItem, Plan, PlannedItem, plan, slot_bytes, token_stride,
 };
-use crate::ops::attention::rows::{Access, Form, form_of, link_of, merge_link, step_iterations, tile_k, tile_q};
+use crate::ops::attention::rows::{
+    Access, Form, cost_of, form_of, link_of, merge_link, step_iterations, tile_k, tile_q,
+};
 use crate::ops::attention::{Attention, AttentionDesc, MaskKind, Params};
 use crate::runtime::Runtime;
 use crate::shader::shader_struct;
@@ -274,7 +276,7 @@ impl Attention {
                 None => ITEM_KEYS,
                 Some(limit) => ((limit / step_iterations(&self.desc, row)).max(1) * step).min(ITEM_KEYS),
             };
-            Height { rows: tile_q(row), step, keys }
+            Height { rows: tile_q(row), cost: cost_of(row, caps), step, keys }
         };
         let limits = &caps.limits;
         Bounds {

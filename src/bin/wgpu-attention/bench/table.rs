@@ -147,9 +147,9 @@ fn fused_line(report: &Report) -> Option<String> {
         .map(|line| format!("From S = {LONG} up one pass {line}."))
 }
 
-/// Whether reading shared keys once beats reading them for each sequence.
+/// Whether shared keys are read as it is best.
 fn cascade_line(report: &Report) -> Option<String> {
-    versus(report, "flat", |_| true).map(|line| format!("With shared prefixes the cascade {line}."))
+    versus(report, "flat", |_| true).map(|line| format!("With shared prefixes the default {line}."))
 }
 
 /// How the default compares with a twin on the cases that have it.
