@@ -217,22 +217,20 @@ impl Pages {
             let expected = format!("at most the {} of the sequence", sequence.len);
             return Err(Error::shape("tokens", expected, tokens.len()));
         }
-        let chunks = || tokens.chunks_exact(self.page_len as usize);
-        let known = sequence.pages.iter().map_while(|page| self.pages[*page as usize].published.as_ref());
-        let known =
-            known.zip(chunks()).enumerate().map(|(i, (published, chunk))| (i, &published.content[1..] == chunk));
-        let mut count = 0;
-        for (i, same) in known {
-            if !same {
-                let first = i as u64 * u64::from(self.page_len);
-                let expected = format!("those of page {i} (from token {first} on) that were published before");
+        let chunks = tokens.chunks_exact(self.page_len as usize);
+        let mut count = 0_usize;
+        for (page, chunk) in sequence.pages.iter().zip(chunks.clone()) {
+            let Some(published) = &self.pages[*page as usize].published else { break };
+            if published.content[1..] != *chunk {
+                let first = count as u64 * u64::from(self.page_len);
+                let expected = format!("those of page {count} (from token {first} on) that were published before");
                 return Err(Error::shape("tokens", expected, "others"));
             }
-            count = i + 1;
+            count += 1;
         }
         let mut before = count.checked_sub(1).map(|last| sequence.pages[last]);
         let mut key = Vec::with_capacity(1 + self.page_len.min(tokens.len() as u32) as usize);
-        for (i, chunk) in tokens.chunks_exact(self.page_len as usize).enumerate().skip(count) {
+        for (i, chunk) in chunks.enumerate().skip(count) {
             content_into(&mut key, before.as_ref(), chunk);
             let own = self.sequence(id)?.pages[i];
             match self.published.get(key.as_slice()) {
