@@ -272,8 +272,8 @@ fn attention_over_pages_is_attention_over_tokens() {
                 let bytes = u64::from(shape.page_count) * layout.batch * shape.dtype.size();
                 *pool = shape.dtype.decode(&block(runtime.read(view.buffer, bytes)).unwrap(), pool.len());
             }
-            for b in 0..3 {
-                put(&mut pools, &pages, b, 10..kv_lens[b]);
+            for (b, len) in kv_lens.into_iter().enumerate() {
+                put(&mut pools, &pages, b, 10..len);
             }
             write(&pools);
 

@@ -177,6 +177,54 @@ fn copy_link() -> Link {
 }
 
 /// A pool of pages for K and one for V, on the device. Which sequence has which page is for [`Pages`](crate::Pages) to say.
+///
+/// ```
+/// use wgpu_attention::*;
+///
+/// # fn main() -> Result<()> { pollster::block_on(async {
+/// # let Some(adapter) = adapters().await.into_iter().next() else { return Ok(()) };
+/// # let options = RuntimeOptions { self_test: SelfTest::Skip, ..RuntimeOptions::default() };
+/// # let runtime = Runtime::open(&adapter, options).await?;
+/// // 8 pages of 2 tokens, one head of 2.
+/// let desc = PagedCacheDesc {
+///     page_count: 8,
+///     page_len: 2,
+///     kv_heads: 1,
+///     head_dim: 2,
+///     v_head_dim: None,
+///     dtype: DType::F32,
+///     order: PageOrder::Hnd,
+/// };
+/// let cache = PagedCache::new(&runtime, &desc)?;
+/// let mut pages = Pages::new(desc.page_count, desc.page_len)?;
+/// let mut encoder = runtime.device().create_command_encoder(&Default::default());
+///
+/// // Room for 3 tokens, then what must be copied before they are written (nothing, in a sequence that shares no page).
+/// let sequence = pages.create();
+/// let mut copies = Vec::new();
+/// pages.append(&[(sequence, 3)], &mut copies)?;
+/// cache.record_copies(&mut encoder, &copies)?;
+///
+/// // Token 2 lies in slot 0 of the second page; all K are 0, so that the output is the mean of V.
+/// let (page, slot) = pages.slot(sequence, 2)?;
+/// let layout = desc.v_layout();
+/// let at = (u64::from(page) * layout.batch + u64::from(slot) * layout.seq) * desc.dtype.size();
+/// runtime.queue().write_buffer(cache.v().buffer, at, &desc.dtype.encode(&[3.0, 6.0]));
+///
+/// let attention = Attention::new(&runtime, &AttentionDesc { head_dim: 2, ..AttentionDesc::default() })?;
+/// let mut buffer = TableBuffer::default(); // kept from step to step
+/// let (table, lens) = pages.table(&[sequence], &mut buffer)?;
+/// let rows = Lengths::Uniform { batch: 1, len: 1 };
+/// let schedule = attention.schedule(&cache.batch(attention.desc(), rows, lens, table)?)?;
+/// let usage = wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_SRC;
+/// let (q, out) = (runtime.buffer("q", 8, usage)?, runtime.buffer("out", 8, usage)?);
+/// let io =
+///     AttentionIo { q: (&q).into(), k: cache.k(), v: cache.v(), out: (&out).into(), lse: None, bias: None, mask: None };
+/// attention.record(&mut encoder, &schedule, &io)?;
+/// runtime.queue().submit([encoder.finish()]);
+/// assert_eq!(DType::F32.decode(&runtime.read(&out, 8).await?, 2), [1.0, 2.0]);
+/// # Ok(()) }) }
+/// ```
 #[derive(Debug)]
 pub struct PagedCache {
     runtime: Runtime,
@@ -193,7 +241,7 @@ impl PagedCache {
         let max_pages = desc.max_pages(runtime)?;
         let (limit, bytes) = desc.largest(runtime);
         if desc.page_count == 0 {
-            return Err(Error::shape("page_count", format!("1 to {max_pages}"), 0));
+            return Err(Error::shape("page_count", "at least 1", 0));
         }
         if desc.page_count > max_pages {
             let [k, v] = desc.bytes();
@@ -231,22 +279,6 @@ impl PagedCache {
 
     /// Rows `q` against the keys that this cache holds: [`Batch::paged`] with the layouts of its pools, after a check that
     /// the attention is one of these heads, dims and type and that the table is one of these pages.
-    ///
-    /// ```no_run
-    /// # fn f(
-    /// #     attention: &wgpu_attention::Attention, cache: &wgpu_attention::PagedCache, pages: &wgpu_attention::Pages,
-    /// #     ids: &[wgpu_attention::SequenceId], q: &wgpu::Buffer, out: &wgpu::Buffer, encoder: &mut wgpu::CommandEncoder,
-    /// # ) -> wgpu_attention::Result<()> {
-    /// use wgpu_attention::{AttentionIo, Lengths, TableBuffer};
-    /// let mut buffer = TableBuffer::default(); // kept from step to step
-    /// let (table, lens) = pages.table(ids, &mut buffer)?;
-    /// let rows = Lengths::Uniform { batch: ids.len() as u32, len: 1 };
-    /// let schedule = attention.schedule(&cache.batch(attention.desc(), rows, lens, table)?)?;
-    /// let (q, out) = (q.into(), out.into());
-    /// let io = AttentionIo { q, k: cache.k(), v: cache.v(), out, lse: None, bias: None, mask: None };
-    /// attention.record(encoder, &schedule, &io)?;
-    /// # Ok(()) }
-    /// ```
     pub fn batch<'a>(
         &self,
         attention: &AttentionDesc,
