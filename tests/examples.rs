@@ -4,6 +4,8 @@
 mod attention;
 #[path = "../examples/own_encoder.rs"]
 mod own_encoder;
+#[path = "../examples/paged_decode.rs"]
+mod paged_decode;
 
 #[test]
 fn attention_on_host_slices() {
@@ -13,4 +15,9 @@ fn attention_on_host_slices() {
 #[test]
 fn attention_in_an_applications_encoder() {
     own_encoder::main().unwrap();
+}
+
+#[test]
+fn decoding_over_pages() {
+    paged_decode::main().unwrap();
 }

@@ -198,8 +198,13 @@ impl Rope {
         Ok(self.frequencies(head_dim)?.into_iter().map(fixed).collect())
     }
 
-    /// The oracle: a row turned as at `position`, in f64 with the angle reduced exactly.
-    #[doc(hidden)]
+    /// One head's row turned as at `position`, on the CPU in f64 with the angle reduced exactly: what kernels are tested against.
+    ///
+    /// ```
+    /// use wgpu_attention::Rope;
+    /// let turned = Rope::default().apply(&[1.0, 5.0, 0.0, 5.0], 2).unwrap(); // (1, 0) by 2 radians, (5, 5) by 0.02
+    /// assert!((turned[0] - 2f64.cos()).abs() < 1e-12 && (turned[2] - 2f64.sin()).abs() < 1e-12);
+    /// ```
     pub fn apply(&self, row: &[f32], position: u32) -> Result<Vec<f64>> {
         let mut out: Vec<f64> = row.iter().map(|x| f64::from(*x)).collect();
         let frequencies = self.frequencies(row.len() as u32)?;
