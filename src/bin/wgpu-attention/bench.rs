@@ -1,5 +1,6 @@
 //! `bench`: every case on every variant the adapter can run, checked first, then timed in turns.
 
+mod serve;
 mod table;
 
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -30,6 +31,10 @@ pub struct BenchArgs {
     /// Also write the measurements to this file; without a file, print them instead of the table
     #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = STDOUT)]
     json: Option<PathBuf>,
+    /// Simulate a server instead: requests arrive, are answered token by token and leave, over a paged cache and over a
+    /// contiguous one in the same memory
+    #[arg(long, conflicts_with_all = ["filter", "list"])]
+    serve: bool,
     /// Name the cases and measure nothing
     #[arg(long)]
     list: bool,
@@ -57,6 +62,9 @@ const MAX_REPEATS: f64 = 1000.0;
 const MAX_RUN: f64 = 10.0;
 
 pub fn run(args: &BenchArgs, global: &Global) -> Result<()> {
+    if args.serve {
+        return serve(args, global);
+    }
     let cases = chosen(args)?;
     if args.list {
         return list(&cases);
@@ -110,6 +118,24 @@ pub fn run(args: &BenchArgs, global: &Global) -> Result<()> {
         bail!("{failed} outputs were wrong; they have no times");
     }
     Ok(())
+}
+
+fn serve(args: &BenchArgs, global: &Global) -> Result<()> {
+    if global.variant.is_some() {
+        bail!("--serve measures what the library chooses; leave --variant out");
+    }
+    let file = args.json.as_deref().filter(|path| *path != Path::new(STDOUT));
+    if let Some(path) = file {
+        open_beside(path)?;
+    }
+    let (_, runtime) = device::open(global, SelfTest::Chosen)?;
+    let outcome = serve::run(&runtime, args.quick)?;
+    device::keep(&runtime);
+    match (&args.json, file) {
+        (Some(_), None) => terminal::print(outcome.to_json()?)?,
+        _ => terminal::print(outcome.show())?,
+    }
+    file.map_or(Ok(()), |path| write(path, &outcome.to_json()?))
 }
 
 fn chosen(args: &BenchArgs) -> Result<Vec<Case>> {
