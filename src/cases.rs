@@ -10,7 +10,9 @@ use std::collections::BTreeMap;
 use crate::cache::PageTable;
 use crate::error::Result;
 use crate::host::{HostInput, HostMask};
+use crate::ops::append::AppendDesc;
 use crate::ops::attention::{AttentionDesc, Batch, Lengths, Window};
+use crate::ops::rope::Rope;
 use crate::reference;
 use crate::view::DType;
 
@@ -118,6 +120,78 @@ pub fn all() -> Vec<Case> {
     step.extend((0..61).map(|i| (1, 64 + 41 * i)));
     cases.push(ragged(f16, 32, 8, 128, &step));
     cases
+}
+
+/// New tokens to be written to pages of a cache, Q and K turned.
+#[derive(Clone, Debug)]
+pub struct AppendCase {
+    /// `append/phase/type/shape/pages`.
+    pub name: String,
+    /// Sizes, types and rotary embedding.
+    pub desc: AppendDesc,
+    /// Sequences.
+    pub batch: u32,
+    /// New tokens of each, its last ones.
+    pub new: u32,
+    /// Tokens of each with them.
+    pub kv_len: u32,
+    /// Tokens of a page.
+    pub page_len: u32,
+    /// Small enough for a software adapter.
+    pub quick: bool,
+}
+
+/// All appends, the quick ones first.
+pub fn appends() -> Vec<AppendCase> {
+    let case = |phase: &str, batch: u32, new: u32, kv_len: u32, heads: u32, kv_heads: u32, quick: bool| AppendCase {
+        name: format!("append/{phase}/f16/b{batch}-h{heads}x{kv_heads}-s{new}-d128/p16"),
+        desc: AppendDesc {
+            heads,
+            kv_heads,
+            head_dim: 128,
+            v_head_dim: None,
+            dtype: DType::F16,
+            cache_dtype: DType::F16,
+            rope: Some(Rope::default()),
+        },
+        batch,
+        new,
+        kv_len,
+        page_len: 16,
+        quick,
+    };
+    vec![
+        case("decode", 32, 1, 100, 8, 2, true),
+        case("prefill", 1, 512, 512, 8, 2, true),
+        case("decode", 256, 1, 2048, 32, 8, false),
+        case("prefill", 4, 4096, 4096, 32, 8, false),
+    ]
+}
+
+impl AppendCase {
+    /// Bytes that must move: each new row read once and written once.
+    pub fn bytes(&self) -> f64 {
+        let desc = &self.desc;
+        let cached = desc.kv_heads * (desc.head_dim + desc.v_dim());
+        let row = |dtype: DType, elements: u32| f64::from(elements) * dtype.size() as f64;
+        let token =
+            2.0 * row(desc.dtype, desc.heads * desc.head_dim) + row(desc.dtype, cached) + row(desc.cache_dtype, cached);
+        f64::from(self.batch * self.new) * token
+    }
+
+    /// Rows of new tokens of unit variance, the same on every machine: Q, K, V.
+    pub fn data(&self) -> CaseData {
+        let desc = &self.desc;
+        let tensor = |stream: u64, heads: u32, dim: u32| {
+            let len = u64::from(self.batch * self.new) * u64::from(heads * dim);
+            (0..len).map(|i| desc.dtype.round(value(stream, i))).collect()
+        };
+        CaseData {
+            q: tensor(1, desc.heads, desc.head_dim),
+            k: tensor(2, desc.kv_heads, desc.head_dim),
+            v: tensor(3, desc.kv_heads, desc.v_dim()),
+        }
+    }
 }
 
 fn typed(dtype: DType, heads: u32, kv_heads: u32, head_dim: u32, causal: bool) -> AttentionDesc {

@@ -41,6 +41,36 @@ fn a_case_is_measured_and_its_report_comes_back() {
 }
 
 #[test]
+fn appends_are_measured() {
+    let output = bench(&["--quick", "--filter", "append/decode", "--json"]);
+    let (json, errors) = (text(&output.stdout), text(&output.stderr));
+    assert!(output.status.success(), "{json}{errors}");
+    let report = Report::from_json(&json).unwrap();
+    let times = report.cases[0].times("default").unwrap_or_else(|| panic!("{report:?}"));
+    assert!(report.cases.len() == 1 && times.gb_per_s > 0.0 && times.error < 5e-3, "{times:?}");
+}
+
+#[test]
+fn a_paged_cache_serves_more_in_the_same_memory() {
+    let output = bench(&["--quick", "--serve", "--json"]);
+    let (json, errors) = (text(&output.stdout), text(&output.stderr));
+    assert!(output.status.success(), "{json}{errors}");
+    let report: serde_json::Value = serde_json::from_str(&json).unwrap();
+    let number = |cache: usize, what: &str| report["caches"][cache][what].as_f64().unwrap();
+    let (paged, contiguous) = (0, 1);
+    assert!(number(paged, "waste") < 0.04 && number(contiguous, "waste") > 0.3, "{json}");
+    assert!(number(paged, "mean_running") > 2.0 * number(contiguous, "mean_running"), "{json}");
+    assert!(number(paged, "preempted") > 0.0 && number(contiguous, "preempted") == 0.0, "{json}");
+    for cache in [paged, contiguous] {
+        assert!(number(cache, "checked") == 4.0 && number(cache, "error") < 2e-3, "{json}");
+        // Every request is answered in full: as many tokens, and those of who lost its pages are not answered twice.
+        assert_eq!(number(cache, "tokens"), number(contiguous, "tokens"));
+    }
+    let output = bench(&["--serve", "--filter", "decode"]);
+    assert!(!output.status.success() && text(&output.stderr).contains("cannot be used with"));
+}
+
+#[test]
 fn cases_are_listed_without_an_adapter() {
     let output = bench(&["--list", "--filter", "decode", "--adapter", "none such"]);
     assert!(output.status.success());

@@ -333,8 +333,23 @@ impl Append {
         Ok(runs)
     }
 
-    /// Appends the writes to `encoder`; nothing is submitted. Errors leave the encoder as it was.
+    /// Appends the writes to `encoder` as one compute pass; nothing is submitted. Errors leave the encoder as it was.
     pub fn record(&self, encoder: &mut wgpu::CommandEncoder, plan: &AppendPlan, io: &AppendIo) -> Result<()> {
+        let groups = self.bind(plan, io)?;
+        let label = Some("append");
+        let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor { label, timestamp_writes: None });
+        plan.moves.dispatch(&mut pass, &groups);
+        Ok(())
+    }
+
+    /// The same into a compute pass of the caller.
+    pub fn record_in(&self, pass: &mut wgpu::ComputePass, plan: &AppendPlan, io: &AppendIo) -> Result<()> {
+        let groups = self.bind(plan, io)?;
+        plan.moves.dispatch(pass, &groups);
+        Ok(())
+    }
+
+    fn bind(&self, plan: &AppendPlan, io: &AppendIo) -> Result<Vec<wgpu::BindGroup>> {
         plan.moves.is_of(&self.runtime)?;
         if plan.desc != self.desc {
             return Err(Error::shape(
@@ -353,6 +368,6 @@ impl Append {
         }
         let mut views = vec![("k", io.k), ("v", io.v), ("k_cache", io.k_cache), ("v_cache", io.v_cache)];
         views.extend(io.q.iter().flat_map(|(q, q_out)| [("q", *q), ("q_out", *q_out)]));
-        plan.moves.record("append", encoder, &views, Some(&self.frequencies))
+        plan.moves.bind(&views, Some(&self.frequencies))
     }
 }

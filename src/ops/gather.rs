@@ -184,12 +184,27 @@ impl Gather {
         Ok(runs)
     }
 
-    /// Appends the copies to `encoder`; nothing is submitted.
+    /// Appends the copies to `encoder` as one compute pass; nothing is submitted. Errors leave the encoder as it was.
     pub fn record(&self, encoder: &mut wgpu::CommandEncoder, plan: &GatherPlan, io: &GatherIo) -> Result<()> {
+        let groups = self.bind(plan, io)?;
+        let label = Some("gather");
+        let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor { label, timestamp_writes: None });
+        plan.moves.dispatch(&mut pass, &groups);
+        Ok(())
+    }
+
+    /// The same into a compute pass of the caller.
+    pub fn record_in(&self, pass: &mut wgpu::ComputePass, plan: &GatherPlan, io: &GatherIo) -> Result<()> {
+        let groups = self.bind(plan, io)?;
+        plan.moves.dispatch(pass, &groups);
+        Ok(())
+    }
+
+    fn bind(&self, plan: &GatherPlan, io: &GatherIo) -> Result<Vec<wgpu::BindGroup>> {
         plan.moves.is_of(&self.runtime)?;
         if plan.desc != self.desc {
             return Err(Error::shape("plan", "one of the same heads, dim and type", "another one's"));
         }
-        plan.moves.record("gather", encoder, &[("pages", io.pages), ("dense", io.dense)], None)
+        plan.moves.bind(&[("pages", io.pages), ("dense", io.dense)], None)
     }
 }

@@ -291,14 +291,12 @@ impl Moves {
         })
     }
 
-    /// Appends all parts; `views` names the buffers of all tensors.
-    pub(super) fn record(
+    /// The bindings of each part; `views` names the buffers of all tensors.
+    pub(super) fn bind(
         &self,
-        label: &str,
-        encoder: &mut wgpu::CommandEncoder,
         views: &[(&str, View)],
         frequencies: Option<&wgpu::Buffer>,
-    ) -> Result<()> {
+    ) -> Result<Vec<wgpu::BindGroup>> {
         self.runtime.check_lost()?;
         let limits = &self.runtime.caps().limits;
         let view = |what: &str| {
@@ -327,18 +325,17 @@ impl Moves {
                 _ => None,
             })?);
         }
-        if groups.is_empty() {
-            return Ok(());
-        }
-        let mut pass =
-            encoder.begin_compute_pass(&wgpu::ComputePassDescriptor { label: Some(label), timestamp_writes: None });
-        for (step, group) in self.steps.iter().zip(&groups) {
+        Ok(groups)
+    }
+
+    /// Appends all parts; no groups if there is nothing to do.
+    pub(super) fn dispatch(&self, pass: &mut wgpu::ComputePass, groups: &[wgpu::BindGroup]) {
+        for (step, group) in self.steps.iter().zip(groups) {
             pass.set_pipeline(&step.pipeline.pipeline);
             pass.set_bind_group(0, group, &[]);
             let [x, y, z] = step.grid;
             pass.dispatch_workgroups(x, y, z);
         }
-        Ok(())
     }
 
     pub(super) fn is_of(&self, runtime: &Runtime) -> Result<()> {

@@ -1,5 +1,6 @@
 //! `bench`: every case on every variant the adapter can run, checked first, then timed in turns.
 
+mod append;
 mod serve;
 mod table;
 
@@ -11,7 +12,7 @@ use std::time::Instant;
 use anyhow::{Context, Result, anyhow, bail};
 use indicatif::{ProgressBar, ProgressStyle};
 use pollster::block_on;
-use wgpu_attention::cases::{self, Case, Check};
+use wgpu_attention::cases::{self, AppendCase, Case, Check};
 use wgpu_attention::measure::{CaseBuffers, Timer, Work};
 use wgpu_attention::ops::attention;
 use wgpu_attention::report::{AdapterReport, CaseReport, Method, Report, Skipped, Times, VariantReport};
@@ -65,9 +66,9 @@ pub fn run(args: &BenchArgs, global: &Global) -> Result<()> {
     if args.serve {
         return serve(args, global);
     }
-    let cases = chosen(args)?;
+    let (cases, appends) = chosen(args)?;
     if args.list {
-        return list(&cases);
+        return list(&cases, &appends);
     }
     if let Some(wanted) = &global.variant {
         let names: Vec<_> = attention::variants().iter().map(|row| row.name).collect();
@@ -95,12 +96,20 @@ pub fn run(args: &BenchArgs, global: &Global) -> Result<()> {
         effort: if args.quick { &QUICK } else { &FULL },
         variant: global.variant.as_deref(),
         flops_a_second: 0.0,
-        progress: progress(cases.len())?,
+        progress: progress(cases.len() + appends.len())?,
     };
     for case in &cases {
         match bench.case(case)? {
             Ok(measured) => report.cases.push(measured),
             Err(reason) => report.skipped.push(Skipped { name: case.name.clone(), reason }),
+        }
+        bench.progress.inc(1);
+    }
+    for case in &appends {
+        bench.progress.set_message(case.name.clone());
+        match append::measure(&runtime, &timer, bench.effort, case) {
+            Ok(measured) => report.cases.push(measured),
+            Err(error) => report.skipped.push(Skipped { name: case.name.clone(), reason: does_not_fit(error)? }),
         }
         bench.progress.inc(1);
     }
@@ -138,12 +147,16 @@ fn serve(args: &BenchArgs, global: &Global) -> Result<()> {
     file.map_or(Ok(()), |path| write(path, &outcome.to_json()?))
 }
 
-fn chosen(args: &BenchArgs) -> Result<Vec<Case>> {
+fn chosen(args: &BenchArgs) -> Result<(Vec<Case>, Vec<AppendCase>)> {
     let filter = args.filter.as_deref().unwrap_or_default();
     let (ours, others): (Vec<Case>, Vec<Case>) =
         cases::all().into_iter().filter(|case| case.name.contains(filter)).partition(|case| case.quick == args.quick);
-    if ours.is_empty() {
-        let hint = match (others.is_empty(), args.quick) {
+    let (our_appends, other_appends): (Vec<AppendCase>, Vec<AppendCase>) = cases::appends()
+        .into_iter()
+        .filter(|case| case.name.contains(filter))
+        .partition(|case| case.quick == args.quick);
+    if ours.is_empty() && our_appends.is_empty() {
+        let hint = match (others.is_empty() && other_appends.is_empty(), args.quick) {
             (true, false) => "`bench --list` shows them",
             (true, true) => "`bench --quick --list` shows them",
             (false, true) => "there is one without --quick",
@@ -151,14 +164,17 @@ fn chosen(args: &BenchArgs) -> Result<Vec<Case>> {
         };
         bail!("no case has `{filter}` in its name; {hint}");
     }
-    Ok(ours)
+    Ok((ours, our_appends))
 }
 
-fn list(cases: &[Case]) -> Result<()> {
+fn list(cases: &[Case], appends: &[AppendCase]) -> Result<()> {
     let mut table = table::table(&["case", "GFLOP", "MB"]);
     for case in cases {
         let (flops, bytes) = (terminal::digits(case.flops() * 1e-9), terminal::digits(case.bytes() * 1e-6));
         table.add_row([case.name.as_str(), &flops, &bytes]);
+    }
+    for case in appends {
+        table.add_row([case.name.as_str(), "", &terminal::digits(case.bytes() * 1e-6)]);
     }
     terminal::print(format!("{table}\n"))
 }
@@ -241,12 +257,12 @@ impl Bench<'_> {
         // Planned before the data is made, which may be large.
         let portable = match Work::fused(self.runtime, case, Some("portable")) {
             Ok(work) => work,
-            Err(error) => return does_not_fit(error),
+            Err(error) => return Ok(Err(does_not_fit(error.into())?)),
         };
         let data = case.data();
         let buffers = match CaseBuffers::new(self.runtime, case, &data) {
             Ok(buffers) => buffers,
-            Err(error) => return does_not_fit(error),
+            Err(error) => return Ok(Err(does_not_fit(error.into())?)),
         };
         let check = Check::new(case, &data)?;
         drop(data);
@@ -350,14 +366,14 @@ impl Bench<'_> {
 }
 
 /// A limit or a lack of memory is a reason to leave a case out, anything else is an error.
-fn does_not_fit(error: Error) -> Result<Result<CaseReport, String>> {
-    match error {
-        Error::Limit { .. } | Error::OutOfMemory(_) => Ok(Err(error.to_string())),
-        error => Err(error.into()),
+fn does_not_fit(error: anyhow::Error) -> Result<String> {
+    match error.downcast_ref() {
+        Some(Error::Limit { .. } | Error::OutOfMemory(_)) => Ok(error.to_string()),
+        _ => Err(error),
     }
 }
 
-/// Whether `wanted` is a row's name or a piece of it between dots.
+/// The rows behind a work.
 fn rows(work: &Work) -> Vec<String> {
     work.rows().into_iter().map(String::from).collect()
 }

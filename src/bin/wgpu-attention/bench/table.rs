@@ -44,7 +44,7 @@ pub fn show(report: &Report) -> String {
             let cells = [
                 label,
                 terminal::seconds(times.median),
-                terminal::digits(times.tflops * scale),
+                if case.flops > 0.0 { terminal::digits(times.tflops * scale) } else { String::new() },
                 terminal::digits(times.gb_per_s),
                 ratio(median("portable")),
                 ratio(median("unfused").or_else(|| median("flat"))),
