@@ -224,7 +224,7 @@ impl Append {
             Some(rope) => {
                 let turns = rope.turns(desc.head_dim)?;
                 let interleaved = rope.pairs == RopePairs::Interleaved;
-                (Turn { pairs: turns.len() as u32, interleaved, factor: rope.attention_factor()? }, turns)
+                (Turn { pairs: rope.dim_of(desc.head_dim)? / 2, interleaved, factor: rope.attention_factor()? }, turns)
             }
         };
         let frequencies = runtime.upload("frequencies", bytemuck::cast_slice(&turns), wgpu::BufferUsages::STORAGE)?;
@@ -281,10 +281,10 @@ impl Append {
         let computed = if source.dtype == target.dtype { 2 * turn.pairs } else { dim };
         let mut parts = Vec::new();
         if computed > 0 {
-            // Half-split pairs are read four at a time where they begin at a multiple of four.
-            let whole = turn.interleaved || turn.pairs.is_multiple_of(4);
+            // Runs of four dims begin at multiples of four, those behind half-split pairs too.
+            let whole = turn.pairs.is_multiple_of(if turn.interleaved { 2 } else { 4 });
             let narrow = |width: Width| if whole { width.narrow() } else { Width::One };
-            let (width, to_width) = (narrow(source.layout.width(computed)), target.layout.width(computed).narrow());
+            let (width, to_width) = (narrow(source.layout.width(computed)), narrow(target.layout.width(computed)));
             let link = link_of(source.dtype, width, target.dtype, to_width);
             let pipeline = self.runtime.pipeline("append", &link)?;
             parts.push(Part { pipeline, source, target, heads, dim: computed, unit: Unit::Element, stays, turn });

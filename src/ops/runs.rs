@@ -32,6 +32,7 @@ shader_struct! {
         runs: u32,
         heads: u32,
         dim: u32,
+        team_rows: u32,
         stays: u32,
         pairs: u32,
         interleaved: u32,
@@ -44,12 +45,14 @@ shader_struct! {
 pub const STRUCTS: &[(&str, &str, &[&str])] =
     &[("parts/runs", "Run", Run::FIELDS), ("parts/runs", "Rows", Rows::FIELDS)];
 
-/// Lanes of a workgroup, and cells that each takes.
+/// Lanes of a workgroup.
 const WORKGROUP: u64 = 64;
-const CELLS: u64 = 8;
+/// Workgroups that keep a large GPU busy; beyond, each team moves more rows, which share what a lane works out for a token.
+const MANY_GROUPS: u64 = 512;
+const MOST_TEAM_ROWS: u64 = 8;
 const MOST_GROUPS: u32 = 65_535;
-/// So that the cells of a run, at most 2048 heads of 576 units, fit in 32 bits.
-const MOST_TOKENS: u32 = 1024;
+/// All runs get the workgroups that the longest needs.
+const MOST_TOKENS: u32 = 64;
 
 /// Where a token lies: a page or a sequence, and which token of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -226,6 +229,7 @@ impl Moves {
         }
         let mut bytes: Vec<u8> = Vec::with_capacity(parts.len() * alignment as usize + list.len());
         let mut steps = Vec::with_capacity(parts.len());
+        let tokens: u64 = runs.0.iter().map(|run| u64::from(run.tokens)).sum();
         let longest = runs.0.iter().map(|run| run.tokens).max().unwrap_or(0);
         for part in parts {
             let reach = part.source.reach(runs.sources(), part.heads, part.dim, limits)?;
@@ -238,6 +242,14 @@ impl Moves {
             };
             let (a, b) = (&part.source, &part.target);
             let dim = unit(part.dim.into(), a.dtype);
+            let units = match part.unit {
+                Unit::Element => part.turn.pairs.div_ceil(4) + (dim - 2 * part.turn.pairs).div_ceil(4),
+                Unit::Bytes(_) => dim,
+            };
+            let teams = WORKGROUP / u64::from(units).min(WORKGROUP);
+            let (all_rows, run_rows) = (tokens * u64::from(part.heads), u64::from(longest) * u64::from(part.heads));
+            let team_rows = (all_rows / (teams * MANY_GROUPS)).clamp(1, MOST_TEAM_ROWS);
+            let team_rows = team_rows.max(run_rows.div_ceil(teams * u64::from(MOST_GROUPS)));
             let rows = Rows {
                 first: unit(a.layout.offset, a.dtype),
                 block: unit(a.layout.batch, a.dtype),
@@ -250,17 +262,12 @@ impl Moves {
                 runs: runs.0.len() as u32,
                 heads: part.heads,
                 dim,
+                team_rows: team_rows as u32,
                 stays: part.stays.into(),
                 pairs: part.turn.pairs,
                 interleaved: part.turn.interleaved.into(),
                 factor: part.turn.factor,
             };
-            let cells = u64::from(longest)
-                * u64::from(part.heads)
-                * u64::from(match part.unit {
-                    Unit::Element => dim.div_ceil(4),
-                    Unit::Bytes(_) => dim,
-                });
             let count = runs.0.len() as u32;
             let start = bytes.len() as u64;
             bytes.extend_from_slice(bytemuck::bytes_of(&rows));
@@ -272,7 +279,7 @@ impl Moves {
                 grid: [
                     count.min(MOST_GROUPS),
                     count.div_ceil(MOST_GROUPS),
-                    cells.div_ceil(WORKGROUP * CELLS).clamp(1, MOST_GROUPS.into()) as u32,
+                    run_rows.div_ceil(teams * team_rows).max(1) as u32,
                 ],
                 source: a.what,
                 target: b.what,
