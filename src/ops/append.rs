@@ -131,7 +131,8 @@ impl<'a> AppendBatch<'a> {
     }
 }
 
-/// The buffers of one append; what is read and what is written lie in different buffers.
+/// The buffers of one append. What is read and what is written lie in different buffers; what is written may lie in one, K and
+/// V of a page or token beside each other too.
 #[derive(Clone, Copy, Debug)]
 pub struct AppendIo<'a> {
     /// New Q, and where it is written; just if the descriptor has heads.
@@ -178,10 +179,12 @@ pub struct Append {
     frequencies: wgpu::Buffer,
 }
 
-/// New tokens to be written, with their lists on the device. Immutable: it serves all layers of a model.
+/// New tokens to be written, with their lists on the device. Immutable: it serves all layers of a model, those of other
+/// frequencies too. Once dropped, and once the device is done with all commands that use it, its buffers serve later plans.
 #[derive(Debug)]
 pub struct AppendPlan {
     desc: AppendDesc,
+    turn: Turn,
     moves: Moves,
 }
 
@@ -265,7 +268,7 @@ impl Append {
         let v = rows("v", batch.v_layout);
         let v_cache = cache("v_cache", batch.v_cache_layout);
         parts.extend(self.parts(v, v_cache, desc.kv_heads, desc.v_dim(), Turn::default(), false)?);
-        Ok(AppendPlan { desc: desc.clone(), moves: Moves::new(&self.runtime, &runs, parts)? })
+        Ok(AppendPlan { desc: desc.clone(), turn: self.turn, moves: Moves::new(&self.runtime, &runs, parts)? })
     }
 
     /// Dims that are turned or change their type, and dims that are copied.
@@ -333,15 +336,29 @@ impl Append {
         Ok(runs)
     }
 
-    /// Appends the writes to `encoder`; nothing is submitted. Errors leave the encoder as it was.
+    /// Appends the writes to `encoder` as one compute pass. Nothing is submitted; `plan` and the buffers may be dropped once the
+    /// encoder is finished.
+    ///
+    /// Errors leave the encoder as it was.
     pub fn record(&self, encoder: &mut wgpu::CommandEncoder, plan: &AppendPlan, io: &AppendIo) -> Result<()> {
+        let groups = self.bind(plan, io)?;
+        plan.moves.dispatch("append", encoder, &groups);
+        Ok(())
+    }
+
+    /// The same into a compute pass of the caller.
+    pub fn record_in(&self, pass: &mut wgpu::ComputePass, plan: &AppendPlan, io: &AppendIo) -> Result<()> {
+        let groups = self.bind(plan, io)?;
+        plan.moves.dispatch_in(pass, &groups);
+        Ok(())
+    }
+
+    fn bind(&self, plan: &AppendPlan, io: &AppendIo) -> Result<Vec<wgpu::BindGroup>> {
         plan.moves.is_of(&self.runtime)?;
-        if plan.desc != self.desc {
-            return Err(Error::shape(
-                "plan",
-                "one of the same heads, dims, types and rotary embedding",
-                "another one's",
-            ));
+        let sizes = |desc: &AppendDesc| AppendDesc { rope: None, ..desc.clone() };
+        if sizes(&plan.desc) != sizes(&self.desc) || plan.turn != self.turn {
+            let expected = "one of the same heads, dims, types, pairs and attention factor";
+            return Err(Error::shape("plan", expected, "another one's"));
         }
         if io.q.is_some() != (self.desc.heads > 0) {
             let (expected, given) = if io.q.is_some() {
@@ -353,6 +370,6 @@ impl Append {
         }
         let mut views = vec![("k", io.k), ("v", io.v), ("k_cache", io.k_cache), ("v_cache", io.v_cache)];
         views.extend(io.q.iter().flat_map(|(q, q_out)| [("q", *q), ("q_out", *q_out)]));
-        plan.moves.record("append", encoder, &views, Some(&self.frequencies))
+        plan.moves.bind(&views, Some(&self.frequencies))
     }
 }

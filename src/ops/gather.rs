@@ -184,12 +184,28 @@ impl Gather {
         Ok(runs)
     }
 
-    /// Appends the copies to `encoder`; nothing is submitted.
+    /// Appends the copies to `encoder` as one compute pass. Nothing is submitted; `plan` and the buffers may be dropped once the
+    /// encoder is finished.
+    ///
+    /// Errors leave the encoder as it was.
     pub fn record(&self, encoder: &mut wgpu::CommandEncoder, plan: &GatherPlan, io: &GatherIo) -> Result<()> {
+        let groups = self.bind(plan, io)?;
+        plan.moves.dispatch("gather", encoder, &groups);
+        Ok(())
+    }
+
+    /// The same into a compute pass of the caller.
+    pub fn record_in(&self, pass: &mut wgpu::ComputePass, plan: &GatherPlan, io: &GatherIo) -> Result<()> {
+        let groups = self.bind(plan, io)?;
+        plan.moves.dispatch_in(pass, &groups);
+        Ok(())
+    }
+
+    fn bind(&self, plan: &GatherPlan, io: &GatherIo) -> Result<Vec<wgpu::BindGroup>> {
         plan.moves.is_of(&self.runtime)?;
         if plan.desc != self.desc {
             return Err(Error::shape("plan", "one of the same heads, dim and type", "another one's"));
         }
-        plan.moves.record("gather", encoder, &[("pages", io.pages), ("dense", io.dense)], None)
+        plan.moves.bind(&[("pages", io.pages), ("dense", io.dense)], None)
     }
 }
