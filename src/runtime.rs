@@ -7,7 +7,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use crate::caps::{Caps, CapsMask};
 use crate::error::{Error, Result};
 use crate::kernel::{Pipeline, Pipelines, Variant};
-use crate::ops::attention::{self, AttentionDesc, Retired};
+use crate::ops::attention::{self, AttentionDesc};
+use crate::ops::retired::Retired;
+use crate::ops::runs;
 use crate::shader::{self, Link};
 
 /// What a self-test found about a variant on this adapter and driver.
@@ -70,7 +72,8 @@ struct Inner {
     verdicts: BTreeMap<String, Verdict>,
     pipelines: Pipelines,
     pipeline_cache: Option<wgpu::PipelineCache>,
-    retired_schedules: Retired,
+    retired_schedules: Retired<attention::Buffers>,
+    retired_moves: Retired<runs::Buffers>,
     attention_variants: Vec<Variant<AttentionDesc>>,
     lost: Arc<Mutex<Option<String>>>,
 }
@@ -157,6 +160,7 @@ impl Runtime {
             verdicts: stored,
             pipelines: Pipelines::default(),
             retired_schedules: Retired::default(),
+            retired_moves: Retired::default(),
             attention_variants: rows,
             lost,
         };
@@ -274,8 +278,12 @@ impl Runtime {
         self.inner.pipelines.count()
     }
 
-    pub(crate) fn retired_schedules(&self) -> &Retired {
+    pub(crate) fn retired_schedules(&self) -> &Retired<attention::Buffers> {
         &self.inner.retired_schedules
+    }
+
+    pub(crate) fn retired_moves(&self) -> &Retired<runs::Buffers> {
+        &self.inner.retired_moves
     }
 
     pub(crate) fn attention_variants(&self) -> &[Variant<AttentionDesc>] {

@@ -271,6 +271,232 @@ fn case_18_padding_is_skipped() {
     }
 }
 
+/// One new row of each token, V without K's company: `v` in `dtype`, dims of one head, as the cache of `cache_dtype` has it.
+fn converted(runtime: &Runtime, v: &[u8], tokens: u32, dim: u32, dtype: DType, cache_dtype: DType) -> Vec<u8> {
+    let desc = AppendDesc { v_head_dim: Some(dim), dtype, cache_dtype, rope: None, ..desc(0, 1, 1) };
+    let cache = PagedCache::new(runtime, &cache_desc(&desc, 1, tokens, PageOrder::Nhd)).unwrap();
+    let table = PageTable { page_len: tokens, offsets: &[0, 1], pages: &[0] };
+    let tokens = NewToken::last(Lengths::Uniform { batch: 1, len: tokens }, &[tokens]).unwrap();
+    let append = Append::new(runtime, &desc).unwrap();
+    let plan = append.plan(&AppendBatch::on(&cache, &desc, &tokens, table).unwrap()).unwrap();
+    let k = runtime.upload("k", &vec![0; 4 * tokens.len()], STORAGE).unwrap();
+    let v = runtime.upload("v", v, STORAGE).unwrap();
+    let io = AppendIo { q: None, k: (&k).into(), v: (&v).into(), k_cache: cache.k(), v_cache: cache.v() };
+    submit(runtime, |encoder| append.record(encoder, &plan, &io));
+    let elements = tokens.len() as u64 * u64::from(dim);
+    block(runtime.read(cache.v().buffer, elements * cache_dtype.size())).unwrap()
+}
+
+/// Every f16 and bf16 there is, as f32 and back; every number halfway between two of them, and the next ones on both sides.
+#[test]
+fn types_are_converted_to_the_nearest_even() {
+    for (name, runtime) in runtimes() {
+        for (dtype, dim) in [(DType::F16, 64), (DType::F16, 31), (DType::Bf16, 64), (DType::Bf16, 31)] {
+            // As many tokens as make whole rows of `dim` from all that there are.
+            let padded = |mut values: Vec<u8>, size: usize| {
+                let row = dim as usize * size;
+                values.resize(values.len().next_multiple_of(row), 0);
+                let tokens = (values.len() / row) as u32;
+                (values, tokens)
+            };
+            let all: Vec<u8> = (0..=u16::MAX).flat_map(u16::to_le_bytes).collect();
+            let (halves, tokens) = padded(all, 2);
+            let exact = dtype.decode(&halves, 1 << 16);
+            let got = converted(runtime, &halves, tokens, dim, dtype, DType::F32);
+            for (i, (got, want)) in DType::F32.decode(&got, 1 << 16).iter().zip(&exact).enumerate() {
+                let same = got.to_bits() == want.to_bits() || got.is_nan() && want.is_nan();
+                assert!(same, "{name}: {dtype} {i:#x}: {got:e}, {want:e}");
+            }
+
+            let mut values: Vec<f32> = Vec::new();
+            for magnitude in 0..0x7f80u16 {
+                let of = |bits: u16| dtype.decode(&bits.to_le_bytes(), 1)[0];
+                let (low, high) = (of(magnitude), of(magnitude + 1));
+                if !low.is_finite() {
+                    break;
+                }
+                // Above the largest, half of its distance to the one that would be next.
+                let half = match high.is_finite() {
+                    true => ((f64::from(low) + f64::from(high)) / 2.0) as f32,
+                    false => low + (low - of(magnitude - 1)) / 2.0,
+                };
+                values.extend([
+                    low,
+                    half,
+                    f32::from_bits(half.to_bits() + 1),
+                    f32::from_bits(half.to_bits().max(1) - 1),
+                ]);
+            }
+            values.extend([f32::MAX, f32::INFINITY, 1e-40, f32::NAN]);
+            values.extend(values.clone().iter().map(|x| -x));
+            let (bytes, tokens) = padded(bytemuck::cast_slice(&values).to_vec(), 4);
+            let got = converted(runtime, &bytes, tokens, dim, DType::F32, dtype);
+            let want = dtype.encode(&values);
+            for (i, value) in values.iter().enumerate() {
+                let bits = |bytes: &[u8]| u16::from_le_bytes([bytes[2 * i], bytes[2 * i + 1]]);
+                let nan = |bytes: &[u8]| dtype.decode(&bytes[2 * i..][..2], 1)[0].is_nan();
+                let same = bits(&got) == bits(&want) || nan(&got) && nan(&want);
+                assert!(same, "{name}: {value:e} to {dtype}: {:#x}, {:#x}", bits(&got), bits(&want));
+            }
+        }
+    }
+}
+
+/// So many rows that a team moves several, tokens beginning inside; rows of more units than a workgroup has lanes.
+#[test]
+fn many_heads_and_long_heads() {
+    for (name, runtime) in runtimes() {
+        for (count, heads, dim, first) in [(24_000u32, 3, 4, 0), (500, 2, 575, 1), (40, 5, 576, 0)] {
+            let rope = Rope { dim: Some(dim / 2 * 2), ..Rope::default() };
+            let desc = AppendDesc {
+                v_head_dim: Some(1),
+                cache_dtype: DType::F16,
+                rope: Some(rope.clone()),
+                ..desc(0, heads, dim)
+            };
+            let tokens = NewToken::last(Lengths::Uniform { batch: 1, len: count }, &[count]).unwrap();
+            let table = PageTable { page_len: count, offsets: &[0, 1], pages: &[0] };
+            let layout = Layout { offset: first, batch: 0, ..Layout::bshd(0, heads, dim) };
+            let batch = AppendBatch {
+                k_layout: layout,
+                k_cache_layout: layout,
+                v_cache_layout: Layout::bshd(count, heads, 1),
+                ..AppendBatch::new(&desc, &tokens, table)
+            };
+            let data = &mut Data::new(5);
+            let elements = first + u64::from(count * heads * dim);
+            let values = data.tensor(elements as usize, DType::F32);
+            let new = runtime.upload("new", bytemuck::cast_slice(&values), STORAGE).unwrap();
+            let target = Target::new(runtime, [heads, dim], layout, DType::F16, elements * 2, data);
+            let v_cache = runtime.buffer("v", u64::from(2 * count * heads), STORAGE).unwrap();
+            let append = Append::new(runtime, &desc).unwrap();
+            let plan = append.plan(&batch).unwrap();
+            let io = AppendIo {
+                q: None,
+                k: (&new).into(),
+                v: (&new).into(),
+                k_cache: (&target.buffer).into(),
+                v_cache: (&v_cache).into(),
+            };
+            submit(runtime, |encoder| append.record(encoder, &plan, &io));
+            let places: Vec<_> = (0..count).map(|i| (i as usize, first + u64::from(i) * layout.seq, i)).collect();
+            target.check(
+                runtime,
+                &values[first as usize..],
+                DType::F32,
+                Some(&rope),
+                &places,
+                &format!("{name}: {heads} heads of {dim}"),
+            );
+        }
+    }
+}
+
+/// K and V beside each other in one buffer, as some caches have them (vllm 50427); never on the same elements.
+#[test]
+fn case_53_k_and_v_in_one_buffer() {
+    for (name, runtime) in runtimes() {
+        for (dtype, dim) in [(DType::F32, 8), (DType::F16, 8), (DType::F16, 5)] {
+            let desc = AppendDesc { dtype, cache_dtype: dtype, ..desc(1, 2, dim) };
+            let desc = AppendDesc { rope: (dim == 8).then(Rope::default), ..desc };
+            let pages = [2, 0];
+            let table = PageTable { page_len: 3, offsets: &[0, 2], pages: &pages };
+            let tokens = NewToken::last(Lengths::Uniform { batch: 1, len: 4 }, &[5]).unwrap();
+            // [page, slot, head, (K, V), dim]
+            let (pair, dim64) = (2 * u64::from(dim), u64::from(dim));
+            let k_cache_layout = Layout { offset: 0, batch: 3 * 2 * pair, seq: 2 * pair, head: pair };
+            let v_cache_layout = Layout { offset: dim64, ..k_cache_layout };
+            let batch = AppendBatch { k_cache_layout, v_cache_layout, ..AppendBatch::new(&desc, &tokens, table) };
+            let data = &mut Data::new(53);
+            let values = data.tensor(4 * 2 * dim as usize, dtype);
+            let new = runtime.upload("new", &dtype.encode(&values), STORAGE).unwrap();
+            let size = 3 * k_cache_layout.batch * dtype.size();
+            let both = Target::new(runtime, [2, 2 * dim], k_cache_layout, dtype, size, data);
+            let q_out = runtime.buffer("q", 1024, STORAGE).unwrap();
+            let append = Append::new(runtime, &desc).unwrap();
+            let plan = append.plan(&batch).unwrap();
+            let view: View = (&both.buffer).into();
+            let (k, q_out) = ((&new).into(), (&q_out).into());
+            let io = AppendIo { q: Some((k, q_out)), k, v: k, k_cache: view, v_cache: view };
+            submit(runtime, |encoder| append.record(encoder, &plan, &io));
+            let got = dtype.decode(&block(runtime.read(&both.buffer, both.before.len() as u64)).unwrap(), usize::MAX);
+            let mut seen = 0;
+            for (row, index) in (1..5u32).enumerate() {
+                for head in 0..2usize {
+                    let at = (u64::from(pages[index as usize / 3]) * k_cache_layout.batch
+                        + u64::from(index % 3) * k_cache_layout.seq) as usize
+                        + head * pair as usize;
+                    let new = &values[(2 * row + head) * dim as usize..][..dim as usize];
+                    assert_eq!(&got[at + dim as usize..][..dim as usize], new, "{name}: V");
+                    let want = match &desc.rope {
+                        Some(rope) => rope.apply(new, index).unwrap(),
+                        None => new.iter().map(|x| f64::from(*x)).collect(),
+                    };
+                    let tolerance = if dtype == DType::F32 { 4e-6 } else { 4e-3 };
+                    compare(&got[at..][..dim as usize], &want, tolerance, &format!("{name}: K"));
+                    seen += 2 * dim as usize;
+                }
+            }
+            // All the rest is as before.
+            let before = dtype.decode(&both.before, usize::MAX);
+            let changed = got.iter().zip(&before).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
+            assert!(changed <= seen, "{name}: {changed} elements have changed, {seen} are new");
+
+            let refused = |batch: &AppendBatch, io: &AppendIo| {
+                let plan = append.plan(batch).unwrap();
+                let mut encoder = runtime.device().create_command_encoder(&Default::default());
+                append.record(&mut encoder, &plan, io).unwrap_err().to_string()
+            };
+            let message = "v_cache: expected elements apart from those of k_cache, got some of the same";
+            let same = AppendBatch { v_cache_layout: k_cache_layout, ..batch };
+            assert_eq!(refused(&same, &io), message, "{name}");
+            let nearly = AppendBatch { v_cache_layout: Layout { offset: dim64 - 1, ..k_cache_layout }, ..batch };
+            assert_eq!(refused(&nearly, &io), message, "{name}");
+            let error = refused(&batch, &AppendIo { q: Some((k, view)), ..io });
+            assert!(error.contains("apart from those of q_out"), "{name}: {error}");
+        }
+    }
+}
+
+/// In a pass of the caller, a plan for layers with other frequencies, dropped before the commands are submitted; later plans
+/// take over its buffers only once the device is done with them.
+#[test]
+fn plans_in_flight_keep_their_buffers() {
+    for (name, runtime) in runtimes() {
+        let with = |theta| AppendDesc { rope: Some(Rope { theta, ..Rope::default() }), ..desc(0, 1, 4) };
+        let appends = [1e4, 1e6].map(|theta| Append::new(runtime, &with(theta)).unwrap());
+        let values = Data::new(9).tensor(4, DType::F32);
+        let new = runtime.upload("new", bytemuck::cast_slice(&values), STORAGE).unwrap();
+        let mut wanted = Vec::new();
+        let mut encoder = runtime.device().create_command_encoder(&Default::default());
+        for page in 0..40u32 {
+            let cache = PagedCache::new(runtime, &cache_desc(&with(1e4), 40, 1, PageOrder::Hnd)).unwrap();
+            let pages = [page];
+            let table = PageTable { page_len: 1, offsets: &[0, 1], pages: &pages };
+            let tokens = [Some(NewToken { sequence: 0, index: 0, position: 100 + page })];
+            let plan = appends[0].plan(&AppendBatch::on(&cache, &with(1e4), &tokens, table).unwrap()).unwrap();
+            let (k, v) = ((&new).into(), (&new).into());
+            let io = AppendIo { q: None, k, v, k_cache: cache.k(), v_cache: cache.v() };
+            let append = &appends[page as usize % 2];
+            let mut pass = encoder.begin_compute_pass(&Default::default());
+            append.record_in(&mut pass, &plan, &io).unwrap();
+            drop(pass);
+            wanted.push((cache, append.desc().rope.clone().unwrap().apply(&values, 100 + page).unwrap()));
+            if page % 10 == 9 {
+                let full =
+                    std::mem::replace(&mut encoder, runtime.device().create_command_encoder(&Default::default()));
+                runtime.queue().submit([full.finish()]);
+            }
+        }
+        for (page, (cache, want)) in wanted.iter().enumerate() {
+            let all = DType::F32.decode(&block(runtime.read(cache.k().buffer, 640)).unwrap(), 160);
+            compare(&all[4 * page..][..4], want, 4e-6, &format!("{name}: page {page}"));
+            let others = all.iter().enumerate().filter(|(i, x)| i / 4 != page && **x != 0.0).count();
+            assert_eq!(others, 0, "{name}: page {page}");
+        }
+    }
+}
+
 /// vllm 53982 and its kind.
 #[test]
 fn case_17_bad_tokens_are_refused() {

@@ -131,7 +131,8 @@ impl<'a> AppendBatch<'a> {
     }
 }
 
-/// The buffers of one append; what is read and what is written lie in different buffers.
+/// The buffers of one append. What is read and what is written lie in different buffers; what is written may lie in one, K and
+/// V of a page or token beside each other too.
 #[derive(Clone, Copy, Debug)]
 pub struct AppendIo<'a> {
     /// New Q, and where it is written; just if the descriptor has heads.
@@ -178,10 +179,12 @@ pub struct Append {
     frequencies: wgpu::Buffer,
 }
 
-/// New tokens to be written, with their lists on the device. Immutable: it serves all layers of a model.
+/// New tokens to be written, with their lists on the device. Immutable: it serves all layers of a model, those of other
+/// frequencies too. Once dropped, and once the device is done with all commands that use it, its buffers serve later plans.
 #[derive(Debug)]
 pub struct AppendPlan {
     desc: AppendDesc,
+    turn: Turn,
     moves: Moves,
 }
 
@@ -224,7 +227,7 @@ impl Append {
             Some(rope) => {
                 let turns = rope.turns(desc.head_dim)?;
                 let interleaved = rope.pairs == RopePairs::Interleaved;
-                (Turn { pairs: turns.len() as u32, interleaved, factor: rope.attention_factor()? }, turns)
+                (Turn { pairs: rope.dim_of(desc.head_dim)? / 2, interleaved, factor: rope.attention_factor()? }, turns)
             }
         };
         let frequencies = runtime.upload("frequencies", bytemuck::cast_slice(&turns), wgpu::BufferUsages::STORAGE)?;
@@ -265,7 +268,7 @@ impl Append {
         let v = rows("v", batch.v_layout);
         let v_cache = cache("v_cache", batch.v_cache_layout);
         parts.extend(self.parts(v, v_cache, desc.kv_heads, desc.v_dim(), Turn::default(), false)?);
-        Ok(AppendPlan { desc: desc.clone(), moves: Moves::new(&self.runtime, &runs, parts)? })
+        Ok(AppendPlan { desc: desc.clone(), turn: self.turn, moves: Moves::new(&self.runtime, &runs, parts)? })
     }
 
     /// Dims that are turned or change their type, and dims that are copied.
@@ -281,10 +284,10 @@ impl Append {
         let computed = if source.dtype == target.dtype { 2 * turn.pairs } else { dim };
         let mut parts = Vec::new();
         if computed > 0 {
-            // Half-split pairs are read four at a time where they begin at a multiple of four.
-            let whole = turn.interleaved || turn.pairs.is_multiple_of(4);
+            // Runs of four dims begin at multiples of four, those behind half-split pairs too.
+            let whole = turn.pairs.is_multiple_of(if turn.interleaved { 2 } else { 4 });
             let narrow = |width: Width| if whole { width.narrow() } else { Width::One };
-            let (width, to_width) = (narrow(source.layout.width(computed)), target.layout.width(computed).narrow());
+            let (width, to_width) = (narrow(source.layout.width(computed)), narrow(target.layout.width(computed)));
             let link = link_of(source.dtype, width, target.dtype, to_width);
             let pipeline = self.runtime.pipeline("append", &link)?;
             parts.push(Part { pipeline, source, target, heads, dim: computed, unit: Unit::Element, stays, turn });
@@ -333,30 +336,29 @@ impl Append {
         Ok(runs)
     }
 
-    /// Appends the writes to `encoder` as one compute pass; nothing is submitted. Errors leave the encoder as it was.
+    /// Appends the writes to `encoder` as one compute pass. Nothing is submitted; `plan` and the buffers may be dropped once the
+    /// encoder is finished.
+    ///
+    /// Errors leave the encoder as it was.
     pub fn record(&self, encoder: &mut wgpu::CommandEncoder, plan: &AppendPlan, io: &AppendIo) -> Result<()> {
         let groups = self.bind(plan, io)?;
-        let label = Some("append");
-        let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor { label, timestamp_writes: None });
-        plan.moves.dispatch(&mut pass, &groups);
+        plan.moves.dispatch("append", encoder, &groups);
         Ok(())
     }
 
     /// The same into a compute pass of the caller.
     pub fn record_in(&self, pass: &mut wgpu::ComputePass, plan: &AppendPlan, io: &AppendIo) -> Result<()> {
         let groups = self.bind(plan, io)?;
-        plan.moves.dispatch(pass, &groups);
+        plan.moves.dispatch_in(pass, &groups);
         Ok(())
     }
 
     fn bind(&self, plan: &AppendPlan, io: &AppendIo) -> Result<Vec<wgpu::BindGroup>> {
         plan.moves.is_of(&self.runtime)?;
-        if plan.desc != self.desc {
-            return Err(Error::shape(
-                "plan",
-                "one of the same heads, dims, types and rotary embedding",
-                "another one's",
-            ));
+        let sizes = |desc: &AppendDesc| AppendDesc { rope: None, ..desc.clone() };
+        if sizes(&plan.desc) != sizes(&self.desc) || plan.turn != self.turn {
+            let expected = "one of the same heads, dims, types, pairs and attention factor";
+            return Err(Error::shape("plan", expected, "another one's"));
         }
         if io.q.is_some() != (self.desc.heads > 0) {
             let (expected, given) = if io.q.is_some() {

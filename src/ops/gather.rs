@@ -184,19 +184,20 @@ impl Gather {
         Ok(runs)
     }
 
-    /// Appends the copies to `encoder` as one compute pass; nothing is submitted. Errors leave the encoder as it was.
+    /// Appends the copies to `encoder` as one compute pass. Nothing is submitted; `plan` and the buffers may be dropped once the
+    /// encoder is finished.
+    ///
+    /// Errors leave the encoder as it was.
     pub fn record(&self, encoder: &mut wgpu::CommandEncoder, plan: &GatherPlan, io: &GatherIo) -> Result<()> {
         let groups = self.bind(plan, io)?;
-        let label = Some("gather");
-        let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor { label, timestamp_writes: None });
-        plan.moves.dispatch(&mut pass, &groups);
+        plan.moves.dispatch("gather", encoder, &groups);
         Ok(())
     }
 
     /// The same into a compute pass of the caller.
     pub fn record_in(&self, pass: &mut wgpu::ComputePass, plan: &GatherPlan, io: &GatherIo) -> Result<()> {
         let groups = self.bind(plan, io)?;
-        plan.moves.dispatch(pass, &groups);
+        plan.moves.dispatch_in(pass, &groups);
         Ok(())
     }
 

@@ -4,6 +4,7 @@ pub mod append;
 pub mod attention;
 pub mod gather;
 pub mod merge;
+pub(crate) mod retired;
 pub mod rope;
 #[doc(hidden)]
 pub mod runs;

@@ -187,15 +187,15 @@ impl Rope {
         Ok(factor as f32)
     }
 
-    /// The frequencies as fractions of a turn, times 2⁶⁴, modulo whole turns: upper and lower words.
-    pub(crate) fn turns(&self, head_dim: u32) -> Result<Vec<[u32; 2]>> {
-        let fixed = |radians: f64| {
-            // Exact but for the division: an f64 has 53 bits, of which none is lost below.
-            let turns = (radians / TAU).rem_euclid(1.0) * 2f64.powi(64);
-            let turns = turns as u128 as u64; // 2⁶⁴, which a tiny negative number gives, is a whole turn
-            [(turns >> 32) as u32, turns as u32]
+    /// The frequencies as fractions of a turn, times 2⁶⁴, modulo whole turns: the upper words of four pairs, the lower words of
+    /// the same, and so on; zeros for pairs that fill up the last four.
+    pub(crate) fn turns(&self, head_dim: u32) -> Result<Vec<u32>> {
+        let frequencies = self.frequencies(head_dim)?;
+        let words = |four: &[f64]| {
+            let turns = [0, 1, 2, 3].map(|i| four.get(i).map_or(0, |radians| turns_of(*radians)));
+            [turns.map(|turns| (turns >> 32) as u32), turns.map(|turns| turns as u32)].concat()
         };
-        Ok(self.frequencies(head_dim)?.into_iter().map(fixed).collect())
+        Ok(frequencies.chunks(4).flat_map(words).collect())
     }
 
     /// One head's row turned as at `position`, on the CPU in f64 with the angle reduced exactly: what kernels are tested against.
@@ -225,6 +225,22 @@ impl Rope {
         }
         Ok(out)
     }
+}
+
+/// Radians as turns times 2⁶⁴, modulo whole turns, rounded once: positions multiply an error by up to 2³¹, too much for
+/// one of f64.
+fn turns_of(radians: f64) -> u64 {
+    const INVERSE_TAU: [u64; 2] = [0x28be_60db_9391_054a, 0x7f09_d5f4_7d4d_3770]; // 1/2π times 2⁶⁴, and the next 64 bits
+    let bits = radians.abs().to_bits();
+    let (exponent, fraction) = ((bits >> 52) as i32, bits & ((1 << 52) - 1));
+    let (mantissa, exponent) = if exponent == 0 { (fraction, -1074) } else { (fraction | 1 << 52, exponent - 1075) };
+    let [high, low] = INVERSE_TAU.map(|part| u128::from(mantissa) * u128::from(part));
+    let product = high + (low >> 64); // turns times 2^(64 − exponent), under 2¹¹⁵
+    let turns = match exponent {
+        -127..0 => ((product + (1 << (-exponent - 1))) >> -exponent) as u64,
+        _ => 0, // slower than 2⁻¹²⁷; `frequencies` lets none through that is faster than 2⁵²
+    };
+    if radians < 0.0 { turns.wrapping_neg() } else { turns }
 }
 
 #[cfg(test)]
@@ -281,10 +297,28 @@ mod tests {
     }
 
     #[test]
-    fn turns_are_fractions_of_a_circle() {
-        let radians = vec![TAU / 4.0, -TAU / 4.0, TAU, 0.0];
-        let rope = Rope { scaling: RopeScaling::Frequencies { radians, attention_factor: 1.0 }, ..Rope::default() };
-        assert_eq!(rope.turns(8).unwrap(), [[1 << 30, 0], [3 << 30, 0], [0, 0], [0, 0]]);
+    fn turns_are_right_to_the_last_bit() {
+        for (radians, turns) in [
+            (1.0, 0x28be_60db_9391_054a), // of 1/2π, whose next bit is 0
+            (-1.0, 0xd741_9f24_6c6e_fab6),
+            (0.5, 0x145f_306d_c9c8_82a5),
+            (6.0, 0xf476_4525_7566_1fbf),
+            (2f64.powi(-60), 3), // 2.546
+            (-2f64.powi(-60), 3u64.wrapping_neg()),
+            (f64::MIN_POSITIVE / 4.0, 0),
+            (0.0, 0),
+        ] {
+            assert_eq!(turns_of(radians), turns, "{radians}");
+        }
+    }
+
+    #[test]
+    fn turns_lie_in_fours() {
+        let rope = Rope { theta: 16.0, ..Rope::default() };
+        let turns: Vec<u64> = rope.frequencies(12).unwrap().into_iter().map(turns_of).collect();
+        let (high, low): (Vec<u32>, Vec<u32>) = turns.iter().map(|turns| ((turns >> 32) as u32, *turns as u32)).unzip();
+        let fours = [&high[..4], &low[..4], &high[4..], &[0, 0], &low[4..], &[0, 0]];
+        assert_eq!(rope.turns(12).unwrap(), fours.concat());
     }
 
     #[test]

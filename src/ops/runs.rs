@@ -32,6 +32,7 @@ shader_struct! {
         runs: u32,
         heads: u32,
         dim: u32,
+        team_rows: u32,
         stays: u32,
         pairs: u32,
         interleaved: u32,
@@ -44,12 +45,14 @@ shader_struct! {
 pub const STRUCTS: &[(&str, &str, &[&str])] =
     &[("parts/runs", "Run", Run::FIELDS), ("parts/runs", "Rows", Rows::FIELDS)];
 
-/// Lanes of a workgroup, and cells that each takes.
+/// Lanes of a workgroup.
 const WORKGROUP: u64 = 64;
-const CELLS: u64 = 8;
+/// Workgroups that keep a large GPU busy; beyond, each team moves more rows, which share what a lane works out for a token.
+const MANY_GROUPS: u64 = 512;
+const MOST_TEAM_ROWS: u64 = 8;
 const MOST_GROUPS: u32 = 65_535;
-/// So that the cells of a run, at most 2048 heads of 576 units, fit in 32 bits.
-const MOST_TOKENS: u32 = 1024;
+/// All runs get the workgroups that the longest needs.
+const MOST_TOKENS: u32 = 64;
 
 /// Where a token lies: a page or a sequence, and which token of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -144,8 +147,13 @@ impl Tensor {
         Ok(bytes)
     }
 
-    /// Refuses strides under which two of these places share an element.
-    fn check_distinct(&self, places: impl Iterator<Item = (Place, u32)>, heads: u32, dim: u32) -> Result<()> {
+    /// Strides and counts of the dimensions; refuses those under which two of these places share an element.
+    fn check_distinct(
+        &self,
+        places: impl Iterator<Item = (Place, u32)>,
+        heads: u32,
+        dim: u32,
+    ) -> Result<[(u64, u64); 3]> {
         let (mut blocks, mut slots) = (0, 0);
         for (place, tokens) in places {
             blocks = blocks.max(u64::from(place.block) + 1);
@@ -153,13 +161,50 @@ impl Tensor {
         }
         let slots = self.slots.map_or(slots, u64::from);
         let layout = &self.layout;
-        let mut dims = vec![(layout.head, heads.into()), (layout.seq, slots), (layout.batch, blocks)];
-        check_strides(self.what, &mut dims, dim.into())
+        let dims = [(layout.head, heads.into()), (layout.seq, slots), (layout.batch, blocks)];
+        check_strides(self.what, &mut dims.to_vec(), dim.into())?;
+        Ok(dims)
+    }
+}
+
+/// A tensor that is written, with all its parts.
+#[derive(Debug)]
+struct Target {
+    what: &'static str,
+    first: u64,
+    dims: [(u64, u64); 3],
+    dim: u64,
+    dtype: DType,
+    reach: u64,
+}
+
+impl Target {
+    /// Refuses another one that writes to the same elements. They may lie between each other, as K and V of each page or
+    /// token: then the distance from one to the other is one more dimension.
+    fn check_apart(&self, view: View, other: &Target, other_view: View) -> Result<()> {
+        let end = |view: View, reach: u64| view.offset.saturating_add(reach);
+        if view.buffer != other_view.buffer
+            || view.offset >= end(other_view, other.reach)
+            || other_view.offset >= end(view, self.reach)
+        {
+            return Ok(());
+        }
+        let first = |view: View, of: &Target| (view.offset / of.dtype.size()).saturating_add(of.first);
+        let between = first(view, self).abs_diff(first(other_view, other));
+        let alike = self.dtype == other.dtype && self.dims == other.dims;
+        let mut dims = [self.dims.as_slice(), &[(between, 2)]].concat();
+        match alike && check_strides(self.what, &mut dims, self.dim.max(other.dim)).is_ok() {
+            true => Ok(()),
+            false => {
+                let expected = format!("elements apart from those of {}", other.what);
+                Err(Error::shape(self.what, expected, "some of the same"))
+            }
+        }
     }
 }
 
 /// Pairs of dims that are turned on the way.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct Turn {
     pub(super) pairs: u32,
     pub(super) interleaved: bool,
@@ -205,13 +250,49 @@ struct Step {
     target_reach: u64,
 }
 
-/// Parts of one list of runs, with all their parameters in one buffer.
+/// What moves hold on the device. Commands that use it hold a clone of `in_use` until the device is done with them.
+#[derive(Debug)]
+pub(crate) struct Buffers {
+    lists: wgpu::Buffer,
+    in_use: Arc<()>,
+}
+
+/// Parts of one list of runs, with all their parameters in one buffer, which serves later moves once these are dropped and the
+/// device is done with all commands that use them.
 #[derive(Debug)]
 pub(super) struct Moves {
     runtime: Runtime,
-    buffer: Option<wgpu::Buffer>, // none if there is nothing to do
+    buffers: Option<Buffers>, // none if there is nothing to do
     runs: std::ops::Range<u64>,
     steps: Vec<Step>,
+    targets: Vec<Target>,
+}
+
+impl Drop for Moves {
+    fn drop(&mut self) {
+        if let Some(buffers) = self.buffers.take() {
+            self.runtime.retired_moves().put(buffers);
+        }
+    }
+}
+
+/// Buffers of earlier moves with this much room that no command uses any more, or new ones.
+fn buffers(runtime: &Runtime, bytes: &[u8]) -> Result<Buffers> {
+    let needed = bytes.len() as u64;
+    let fits = |buffers: &Buffers| {
+        // Not much larger ones, which later moves may need.
+        (needed..=8 * needed).contains(&buffers.lists.size()) && Arc::strong_count(&buffers.in_use) == 1
+    };
+    let buffers = match runtime.retired_moves().take(fits) {
+        Some(buffers) => buffers,
+        None => {
+            let usage = wgpu::BufferUsages::UNIFORM | wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_DST;
+            let room = needed.next_power_of_two().min(runtime.caps().limits.max_buffer_size);
+            Buffers { lists: runtime.buffer("runs", room.max(needed), usage)?, in_use: Arc::default() }
+        }
+    };
+    runtime.queue().write_buffer(&buffers.lists, 0, bytes);
+    Ok(buffers)
 }
 
 impl Moves {
@@ -226,11 +307,24 @@ impl Moves {
         }
         let mut bytes: Vec<u8> = Vec::with_capacity(parts.len() * alignment as usize + list.len());
         let mut steps = Vec::with_capacity(parts.len());
+        let mut targets = Vec::new();
+        let tokens: u64 = runs.0.iter().map(|run| u64::from(run.tokens)).sum();
         let longest = runs.0.iter().map(|run| run.tokens).max().unwrap_or(0);
         for part in parts {
             let reach = part.source.reach(runs.sources(), part.heads, part.dim, limits)?;
             let target_reach = part.target.reach(runs.targets(part.stays), part.heads, part.dim, limits)?;
-            part.target.check_distinct(runs.targets(part.stays), part.heads, part.dim)?;
+            let dims = part.target.check_distinct(runs.targets(part.stays), part.heads, part.dim)?;
+            let Tensor { what, layout, dtype, .. } = part.target;
+            match targets.iter_mut().find(|target: &&mut Target| target.what == what) {
+                None => {
+                    let (first, dim) = (layout.offset, part.dim.into());
+                    targets.push(Target { what, first, dims, dim, dtype, reach: target_reach });
+                }
+                Some(target) => {
+                    target.dim += u64::from(part.dim);
+                    target.reach = target.reach.max(target_reach);
+                }
+            }
             // Checked above: where a stride is used at all, it fits.
             let unit = |elements: u64, dtype: DType| match part.unit {
                 Unit::Element => elements as u32,
@@ -238,6 +332,14 @@ impl Moves {
             };
             let (a, b) = (&part.source, &part.target);
             let dim = unit(part.dim.into(), a.dtype);
+            let units = match part.unit {
+                Unit::Element => part.turn.pairs.div_ceil(4) + (dim - 2 * part.turn.pairs).div_ceil(4),
+                Unit::Bytes(_) => dim,
+            };
+            let teams = WORKGROUP / u64::from(units).min(WORKGROUP);
+            let (all_rows, run_rows) = (tokens * u64::from(part.heads), u64::from(longest) * u64::from(part.heads));
+            let team_rows = (all_rows / (teams * MANY_GROUPS)).clamp(1, MOST_TEAM_ROWS);
+            let team_rows = team_rows.max(run_rows.div_ceil(teams * u64::from(MOST_GROUPS)));
             let rows = Rows {
                 first: unit(a.layout.offset, a.dtype),
                 block: unit(a.layout.batch, a.dtype),
@@ -250,17 +352,12 @@ impl Moves {
                 runs: runs.0.len() as u32,
                 heads: part.heads,
                 dim,
+                team_rows: team_rows as u32,
                 stays: part.stays.into(),
                 pairs: part.turn.pairs,
                 interleaved: part.turn.interleaved.into(),
                 factor: part.turn.factor,
             };
-            let cells = u64::from(longest)
-                * u64::from(part.heads)
-                * u64::from(match part.unit {
-                    Unit::Element => dim.div_ceil(4),
-                    Unit::Bytes(_) => dim,
-                });
             let count = runs.0.len() as u32;
             let start = bytes.len() as u64;
             bytes.extend_from_slice(bytemuck::bytes_of(&rows));
@@ -272,7 +369,7 @@ impl Moves {
                 grid: [
                     count.min(MOST_GROUPS),
                     count.div_ceil(MOST_GROUPS),
-                    cells.div_ceil(WORKGROUP * CELLS).clamp(1, MOST_GROUPS.into()) as u32,
+                    run_rows.div_ceil(teams * team_rows).max(1) as u32,
                 ],
                 source: a.what,
                 target: b.what,
@@ -282,16 +379,16 @@ impl Moves {
         }
         let start = bytes.len() as u64;
         bytes.extend_from_slice(list);
-        let usage = wgpu::BufferUsages::UNIFORM | wgpu::BufferUsages::STORAGE;
         Ok(Moves {
-            buffer: (!list.is_empty()).then(|| runtime.upload("runs", &bytes, usage)).transpose()?,
+            buffers: (!list.is_empty()).then(|| buffers(runtime, &bytes)).transpose()?,
             runs: start..bytes.len() as u64,
             steps,
+            targets,
             runtime: runtime.clone(),
         })
     }
 
-    /// The bindings of each part; `views` names the buffers of all tensors.
+    /// Checks the buffers of all tensors, which `views` names, and binds those of each step.
     pub(super) fn bind(
         &self,
         views: &[(&str, View)],
@@ -303,16 +400,21 @@ impl Moves {
             let found = views.iter().find(|(name, _)| *name == what);
             found.map(|(_, view)| *view).ok_or_else(|| Error::shape(what, "a buffer, as the descriptor says", "none"))
         };
-        let targets = self.steps.iter().map(|step| view(step.target)).collect::<Result<Vec<_>>>()?;
+        let targets = self.targets.iter().map(|target| view(target.what)).collect::<Result<Vec<_>>>()?;
+        for (i, target) in self.targets.iter().enumerate() {
+            for (other, other_view) in self.targets.iter().zip(&targets).take(i) {
+                target.check_apart(targets[i], other, *other_view)?;
+            }
+        }
         let mut groups = Vec::with_capacity(self.steps.len());
         for step in &self.steps {
             let (source, target) = (view(step.source)?, view(step.target)?);
             check_input(step.source, source, &targets)?;
-            let Some(buffer) = &self.buffer else { continue };
+            let Some(Buffers { lists, .. }) = &self.buffers else { continue };
             let source = bind_view(step.source, Some(source), step.reach, limits)?;
             let target = bind_view(step.target, Some(target), step.target_reach, limits)?;
             let part = |range: &std::ops::Range<u64>| wgpu::BufferBinding {
-                buffer,
+                buffer: lists,
                 offset: range.start,
                 size: wgpu::BufferSize::new(range.end - range.start),
             };
@@ -328,8 +430,21 @@ impl Moves {
         Ok(groups)
     }
 
-    /// Appends all parts; no groups if there is nothing to do.
-    pub(super) fn dispatch(&self, pass: &mut wgpu::ComputePass, groups: &[wgpu::BindGroup]) {
+    /// Appends all parts as one compute pass.
+    pub(super) fn dispatch(&self, label: &str, encoder: &mut wgpu::CommandEncoder, groups: &[wgpu::BindGroup]) {
+        if self.buffers.is_none() {
+            return;
+        }
+        let mut pass =
+            encoder.begin_compute_pass(&wgpu::ComputePassDescriptor { label: Some(label), timestamp_writes: None });
+        self.dispatch_in(&mut pass, groups);
+    }
+
+    /// The same into a compute pass.
+    pub(super) fn dispatch_in(&self, pass: &mut wgpu::ComputePass, groups: &[wgpu::BindGroup]) {
+        let Some(buffers) = &self.buffers else { return };
+        let in_use = buffers.in_use.clone();
+        pass.on_submitted_work_done(move || drop(in_use));
         for (step, group) in self.steps.iter().zip(groups) {
             pass.set_pipeline(&step.pipeline.pipeline);
             pass.set_bind_group(0, group, &[]);

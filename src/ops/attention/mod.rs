@@ -25,7 +25,7 @@ mod schedule;
 
 pub use batch::{Batch, Cascade, Lengths, Start};
 pub use rows::{links, variants};
-pub(crate) use schedule::Retired;
+pub(crate) use schedule::Buffers;
 pub use schedule::Schedule;
 #[doc(hidden)]
 pub use {plan::PlannedItem, schedule::STRUCTS};

@@ -1,6 +1,6 @@
 //! A planned batch on the device: its lists, its workspace, its dispatches.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use crate::error::{Error, Result};
 use crate::kernel::{Pipeline, Variant};
@@ -73,50 +73,11 @@ pub(crate) struct Reach {
 
 /// What a schedule holds on the device. Commands that use it hold a clone of `in_use` until the device is done with them.
 #[derive(Debug)]
-pub(super) struct Buffers {
+pub(crate) struct Buffers {
     pub(super) plan: wgpu::Buffer,
     pub(super) strides: wgpu::Buffer,
     pub(super) partials: Option<wgpu::Buffer>,
     pub(super) in_use: Arc<()>,
-}
-
-/// Buffers of dropped schedules, for later ones: a server makes a schedule a step.
-#[derive(Debug, Default)]
-pub(crate) struct Retired {
-    buffers: Mutex<Vec<Buffers>>,
-}
-
-/// Steps in flight at a time, and as many sizes.
-const MOST_RETIRED: usize = 16;
-
-impl Retired {
-    fn lock(&self) -> std::sync::MutexGuard<'_, Vec<Buffers>> {
-        self.buffers.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Buffers with this much room that no command uses any more.
-    fn take(&self, plan: u64, partials: u64) -> Option<Buffers> {
-        let mut retired = self.lock();
-        let room = |buffer: &Option<wgpu::Buffer>| buffer.as_ref().map_or(0, wgpu::Buffer::size);
-        let fits = |buffers: &Buffers| {
-            let (have, have_partials) = (buffers.plan.size(), room(&buffers.partials));
-            // Not much larger ones, which a later schedule may need.
-            (plan..=8 * plan).contains(&have)
-                && have_partials >= partials
-                && have_partials <= 8 * partials
-                && Arc::strong_count(&buffers.in_use) == 1
-        };
-        let found = retired.iter().position(fits)?;
-        Some(retired.swap_remove(found))
-    }
-
-    fn put(&self, buffers: Buffers) {
-        let mut retired = self.lock();
-        if retired.len() == MOST_RETIRED {
-            retired.remove(0);
-        }
-        retired.push(buffers);
-    }
 }
 
 /// The work of a batch, balanced over workgroups, with its lists on the device. Immutable: it can be recorded any number
@@ -229,10 +190,18 @@ impl Attention {
         let runtime = &self.runtime;
         let (usage, copy) = (wgpu::BufferUsages::STORAGE, wgpu::BufferUsages::COPY_DST);
         let bytes: &[u8] = bytemuck::cast_slice(&plan.words);
-        let buffers = match runtime.retired_schedules().take(bytes.len() as u64, workspace) {
+        let needed = bytes.len() as u64;
+        let fits = |buffers: &Buffers| {
+            let (have, have_partials) = (buffers.plan.size(), buffers.partials.as_ref().map_or(0, wgpu::Buffer::size));
+            // Not much larger ones, which a later schedule may need.
+            (needed..=8 * needed).contains(&have)
+                && (workspace..=8 * workspace).contains(&have_partials)
+                && Arc::strong_count(&buffers.in_use) == 1
+        };
+        let buffers = match runtime.retired_schedules().take(fits) {
             Some(buffers) => buffers,
             None => {
-                let room = (bytes.len() as u64).next_power_of_two().min(runtime.caps().limits.max_buffer_size);
+                let room = needed.next_power_of_two().min(runtime.caps().limits.max_buffer_size);
                 Buffers {
                     plan: runtime.buffer("attention plan", room, usage | copy)?,
                     strides: runtime.buffer(
