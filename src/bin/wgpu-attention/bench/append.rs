@@ -48,7 +48,7 @@ pub fn measure(runtime: &Runtime, timer: &Timer, effort: &Effort, case: &AppendC
     let run =
         |repeats: usize| block_on(timer.time(|pass| (0..repeats).try_for_each(|_| append.record_in(pass, &plan, &io))));
     let first = run(1)?;
-    let checked = block_on(check(runtime, case, &data, &cache, &pages.pages(ids[0])?[..], &turned))?;
+    let checked = block_on(check(runtime, case, &data, &cache, pages.pages(ids[0])?, &turned))?;
     let mut report = CaseReport {
         name: case.name.clone(),
         flops: 0.0,
