@@ -1,8 +1,9 @@
 //! Attention for [wgpu](https://docs.rs/wgpu): WGSL compute kernels that run inside your own device, buffers and encoder,
 //! on Vulkan, Metal, Direct3D 12 and WebGPU, on any adapter that wgpu has, with no feature needed.
 //!
-//! One operation serves prefill, decode, padded and ragged batches: causal and windowed masks, soft-capping, ALiBi, sinks,
-//! additive biases, boolean and bit masks, any grouped-query ratio, f32, f16 and bf16 storage, log-sum-exp.
+//! One operation serves prefill, decode, padded and ragged batches, dense and paged keys, shared prefixes: causal and windowed
+//! masks, soft-capping, ALiBi, sinks, additive biases, boolean and bit masks, any grouped-query ratio, f32, f16 and bf16 storage,
+//! log-sum-exp.
 //!
 //! ```
 //! use wgpu_attention::{Attention, AttentionDesc, Batch, HostInput, HostMask, Lengths, Runtime, RuntimeOptions, adapters};
@@ -24,7 +25,10 @@
 //!
 //! With buffers of your own: [`Attention::schedule`] plans a batch and puts its lists on the device,
 //! [`Attention::record`] appends the dispatches to your encoder. The library never submits, polls or blocks, except in
-//! [`Runtime::new`] and in what returns host data. See `examples/own_encoder.rs`.
+//! [`Runtime::new`], in what returns host data and in [`PagedCache::swap_in`]. See `examples/own_encoder.rs`.
+//!
+//! For serving: [`Pages`] says which sequence has which page, [`PagedCache`] holds the pages of K and V, [`Append`] writes new
+//! tokens to them with rotary embedding, [`Gather`] copies them to dense tensors and back. See `examples/paged_decode.rs`.
 //!
 //! - What is computed, edge cases included: [`ops::attention`].
 //! - How kernels are chosen: by [`Caps`], by a numeric self-test on the adapter at hand, in the order of the table of
