@@ -231,6 +231,7 @@ fn every_pairing_and_scaling_at_far_positions() {
             beta_slow: 1.0,
             original_max_position: 4096,
             attention_factor: None,
+            truncate: true,
         },
         RopeScaling::Frequencies { radians: (0..32).map(|i| 0.1 * f64::from(i - 16)).collect(), attention_factor: 1.5 },
     ];
@@ -568,6 +569,17 @@ fn case_17_bad_tokens_are_refused() {
     ] {
         assert!(Append::new(runtime, &bad).is_err(), "{bad:?}");
     }
+}
+
+#[test]
+fn lists_of_tokens_have_a_limit() {
+    for lens in [&[0][..], &[1, 0, 0]] {
+        let new = Lengths::Padded { max_len: u32::MAX, lens };
+        let error = NewToken::last(new, lens).unwrap_err();
+        assert!(matches!(error, Error::Limit { limit, .. } if limit == 1 << 29), "{error}");
+    }
+    let error = NewToken::last(Lengths::Uniform { batch: 1, len: 3 }, &[2]).unwrap_err();
+    assert_eq!(error.to_string(), "kv_lens: expected at least the 3 new tokens of sequence 0, got 2");
 }
 
 /// More runs than one dimension of a dispatch carries.

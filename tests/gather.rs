@@ -117,6 +117,9 @@ fn bad_batches_are_refused() {
     ] {
         assert_eq!(gather.plan(&batch, direction).unwrap_err().to_string(), message);
     }
+    let many = Lengths::Uniform { batch: u32::MAX, len: 0 };
+    let error = gather.plan(&GatherBatch { tokens: many, ..batch }, Direction::ToDense).unwrap_err().to_string();
+    assert_eq!(error, "page table: expected 4294967295 sequences, got 2");
     let far = GatherBatch { first: Some(&[u32::MAX, 0]), ..batch };
     assert!(matches!(gather.plan(&far, Direction::ToDense), Err(Error::Limit { .. })));
     let long = Lengths::Uniform { batch: 2, len: u32::MAX };

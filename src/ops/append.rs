@@ -2,7 +2,7 @@
 
 use crate::cache::{PageTable, PagedCache};
 use crate::error::{Error, Result};
-use crate::ops::attention::{Lengths, MAX_HEAD_DIM, MAX_HEADS, MAX_V_HEAD_DIM};
+use crate::ops::attention::{Lengths, MAX_HEAD_DIM, MAX_HEADS, MAX_LEN, MAX_V_HEAD_DIM};
 use crate::ops::gather;
 use crate::ops::rope::{Rope, RopePairs};
 use crate::ops::runs::{Moves, Part, Place, Runs, Tensor, Turn, Unit, unit_of};
@@ -63,7 +63,17 @@ impl NewToken {
         if kv_lens.len() != new.batch() {
             return Err(Error::shape("kv_lens", format!("one for each of {} sequences", new.batch()), kv_lens.len()));
         }
+        let rows = |b: usize| match new {
+            Lengths::Padded { max_len, .. } => u64::from(max_len),
+            _ => u64::from(new.len(b)),
+        };
+        let total: u64 = (0..new.batch()).map(rows).sum();
+        if total > u64::from(MAX_LEN) {
+            return Err(Error::limit("new tokens", MAX_LEN.into(), total, "split the batch"));
+        }
         let mut tokens = Vec::new();
+        let room = tokens.try_reserve_exact(total as usize);
+        room.map_err(|error| Error::OutOfMemory(format!("a list of {total} new tokens: {error}")))?;
         for (b, kv_len) in kv_lens.iter().enumerate() {
             let len = new.len(b);
             let Some(first) = kv_len.checked_sub(len) else {

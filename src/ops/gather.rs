@@ -160,10 +160,13 @@ impl Gather {
         }
         let first = |b: usize| batch.first.map_or(0, |first| first[b]);
         let ends = (0..sequences).map(|b| u64::from(first(b)) + u64::from(tokens.len(b)));
+        if table.batch() != sequences {
+            return Err(Error::shape("page table", format!("{sequences} sequences"), table.batch()));
+        }
         if let Some(end) = ends.clone().find(|end| *end > u64::from(MAX_LEN)) {
             return Err(Error::limit("end of the tokens", MAX_LEN.into(), end, "positions must fit in 31 bits"));
         }
-        table.validate(ends.map(|end| end as u32).collect::<Vec<_>>().into_iter())?;
+        table.validate(ends.map(|end| end as u32))?;
         let mut runs = Runs::default();
         for b in 0..sequences {
             let pages = table.of(b);

@@ -53,6 +53,8 @@ pub enum RopeScaling {
         original_max_position: u32,
         /// `0.1·ln(factor) + 1` if `None`.
         attention_factor: Option<f64>,
+        /// Whether the ramp begins and ends at whole pairs, as in most models; not in gpt-oss.
+        truncate: bool,
     },
     /// Any others, such as LongRoPE's.
     Frequencies {
@@ -138,7 +140,7 @@ impl Rope {
                     })
                     .collect()
             }
-            RopeScaling::Yarn { factor, beta_fast, beta_slow, original_max_position, .. } => {
+            RopeScaling::Yarn { factor, beta_fast, beta_slow, original_max_position, truncate, .. } => {
                 factor_of(*factor)?;
                 check("rope beta_slow", "a number above 0", *beta_slow, *beta_slow > 0.0)?;
                 check("rope beta_fast", "a number above beta_slow", *beta_fast, beta_fast > beta_slow)?;
@@ -150,8 +152,9 @@ impl Rope {
                     let positions = f64::from(*original_max_position);
                     f64::from(dim) * (positions / (turns * TAU)).ln() / (2.0 * self.theta.ln())
                 };
-                let low = pair_of(*beta_fast).floor().max(0.0);
-                let high = pair_of(*beta_slow).ceil().min(f64::from(dim) - 1.0);
+                let (low, high) = (pair_of(*beta_fast), pair_of(*beta_slow));
+                let (low, high) = if *truncate { (low.floor(), high.ceil()) } else { (low, high) };
+                let (low, high) = (low.max(0.0), high.min(f64::from(dim) - 1.0));
                 let high = if low == high { high + 0.001 } else { high };
                 plain
                     .enumerate()
@@ -283,6 +286,7 @@ mod tests {
             beta_slow: 1.0,
             original_max_position: 32_768,
             attention_factor,
+            truncate: true,
         };
         let qwen = Rope { theta: 1e6, scaling: yarn(None), ..Rope::default() };
         // 128·ln(32768/(32·2π))/(2·ln 10⁶) = 23.59 and 128·ln(32768/2π)/(2·ln 10⁶) = 39.65: a ramp from pair 23 to 40.
@@ -294,6 +298,24 @@ mod tests {
         );
         assert_eq!(qwen.attention_factor().unwrap(), 1.138_629_4);
         assert_eq!(Rope { scaling: yarn(Some(0.5)), ..Rope::default() }.attention_factor().unwrap(), 0.5);
+    }
+
+    /// Independently computed in double precision by the formulas of Hugging Face: gpt-oss.
+    #[test]
+    fn a_ramp_that_is_not_rounded() {
+        let scaling = RopeScaling::Yarn {
+            factor: 32.0,
+            beta_fast: 32.0,
+            beta_slow: 1.0,
+            original_max_position: 4096,
+            attention_factor: None,
+            truncate: false,
+        };
+        let gpt_oss = Rope { theta: 150_000.0, scaling, ..Rope::default() };
+        let frequencies = gpt_oss.frequencies(64).unwrap();
+        for (pair, want) in [(8, 0.050813274815461475), (13, 0.0038603593171920685), (18, 3.8308812373753384e-5)] {
+            assert!((frequencies[pair] / want - 1.0).abs() < 1e-12, "{pair}: {} is not {want}", frequencies[pair]);
+        }
     }
 
     #[test]
