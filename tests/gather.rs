@@ -56,7 +56,13 @@ fn there_and_back_in_bits() {
                         let plan = gather.plan(&batch, direction).unwrap();
                         let mut encoder = runtime.device().create_command_encoder(&Default::default());
                         let io = GatherIo { pages: (&pages).into(), dense: (&buffer).into() };
-                        gather.record(&mut encoder, &plan, &io).unwrap();
+                        match direction {
+                            Direction::ToDense => gather.record(&mut encoder, &plan, &io).unwrap(),
+                            Direction::ToPages => {
+                                let mut pass = encoder.begin_compute_pass(&Default::default());
+                                gather.record_in(&mut pass, &plan, &io).unwrap();
+                            }
+                        }
                         runtime.queue().submit([encoder.finish()]);
                         let written = if direction == Direction::ToDense { (&buffer, dense) } else { (&pages, pool) };
                         block(runtime.read(written.0, written.1.len() as u64)).unwrap()
