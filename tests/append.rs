@@ -594,3 +594,24 @@ fn many_tokens_of_many_pages() {
         }
     }
 }
+
+/// Dims that are turned and dims that are copied make one row: rows that overlap only as a whole are refused too.
+#[test]
+fn overlapping_rows_of_two_parts_are_refused() {
+    let (name, runtime) = &runtimes()[0];
+    let desc = AppendDesc { rope: Some(Rope { dim: Some(4), ..Rope::default() }), ..desc(0, 2, 8) };
+    let table = PageTable { page_len: 4, offsets: &[0, 1], pages: &[0] };
+    let tokens = [Some(NewToken { sequence: 0, index: 0, position: 0 })];
+    let batch = AppendBatch::new(&desc, &tokens, table);
+    let append = Append::new(runtime, &desc).unwrap();
+    append.plan(&batch).unwrap();
+    let k_cache_layout = Layout { offset: 0, batch: 64, seq: 16, head: 4 };
+    let error = append.plan(&AppendBatch { k_cache_layout, ..batch }).unwrap_err().to_string();
+    assert!(error.contains("(here at least 8), got 4"), "{name}: {error}");
+}
+
+#[test]
+fn too_many_rows_are_refused() {
+    let error = NewToken::last(Lengths::Padded { max_len: u32::MAX, lens: &[0] }, &[0]).unwrap_err();
+    assert!(matches!(error, Error::Limit { value, .. } if value == u64::from(u32::MAX)), "{error}");
+}

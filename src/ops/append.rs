@@ -2,7 +2,7 @@
 
 use crate::cache::{PageTable, PagedCache};
 use crate::error::{Error, Result};
-use crate::ops::attention::{Lengths, MAX_HEAD_DIM, MAX_HEADS, MAX_V_HEAD_DIM};
+use crate::ops::attention::{Lengths, MAX_HEAD_DIM, MAX_HEADS, MAX_LEN, MAX_V_HEAD_DIM};
 use crate::ops::gather;
 use crate::ops::rope::{Rope, RopePairs};
 use crate::ops::runs::{Moves, Part, Place, Runs, Tensor, Turn, Unit, unit_of};
@@ -62,6 +62,14 @@ impl NewToken {
         new.validate("new tokens")?;
         if kv_lens.len() != new.batch() {
             return Err(Error::shape("kv_lens", format!("one for each of {} sequences", new.batch()), kv_lens.len()));
+        }
+        let rows: u64 = match new {
+            Lengths::Uniform { batch, len } => u64::from(batch) * u64::from(len),
+            Lengths::Padded { max_len, lens } => u64::from(max_len).saturating_mul(lens.len() as u64),
+            Lengths::Ragged { offsets } => u64::from(offsets[new.batch()]),
+        };
+        if rows > MAX_LEN.into() {
+            return Err(Error::limit("rows of new tokens", MAX_LEN.into(), rows, "split the batch"));
         }
         let mut tokens = Vec::new();
         for (b, kv_len) in kv_lens.iter().enumerate() {

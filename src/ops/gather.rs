@@ -153,6 +153,9 @@ impl Gather {
         let GatherBatch { table, tokens, .. } = batch;
         tokens.validate("tokens")?;
         let sequences = tokens.batch();
+        if sequences != table.batch() {
+            return Err(Error::shape("page table", format!("{sequences} sequences"), table.batch()));
+        }
         if let Some(first) = batch.first
             && first.len() != sequences
         {
