@@ -551,6 +551,8 @@ fn case_17_bad_tokens_are_refused() {
     ] {
         assert_eq!(append.record(&mut encoder, &plan, &io).unwrap_err().to_string(), message, "{name}");
     }
+    let same = Append::new(runtime, &AppendDesc { v_head_dim: Some(4), ..desc.clone() }).unwrap();
+    same.record(&mut encoder, &plan, &io).unwrap();
     let other = Append::new(runtime, &AppendDesc { rope: None, ..desc.clone() }).unwrap();
     let error = other.record(&mut encoder, &plan, &io).unwrap_err().to_string();
     assert!(error.starts_with("plan: expected one of the same heads"), "{error}");
@@ -569,17 +571,6 @@ fn case_17_bad_tokens_are_refused() {
     ] {
         assert!(Append::new(runtime, &bad).is_err(), "{bad:?}");
     }
-}
-
-#[test]
-fn lists_of_tokens_have_a_limit() {
-    for lens in [&[0][..], &[1, 0, 0]] {
-        let new = Lengths::Padded { max_len: u32::MAX, lens };
-        let error = NewToken::last(new, lens).unwrap_err();
-        assert!(matches!(error, Error::Limit { limit, .. } if limit == 1 << 29), "{error}");
-    }
-    let error = NewToken::last(Lengths::Uniform { batch: 1, len: 3 }, &[2]).unwrap_err();
-    assert_eq!(error.to_string(), "kv_lens: expected at least the 3 new tokens of sequence 0, got 2");
 }
 
 /// More runs than one dimension of a dispatch carries.
@@ -605,4 +596,25 @@ fn many_tokens_of_many_pages() {
             assert!(got.iter().rev().eq(&values), "{name}");
         }
     }
+}
+
+/// Dims that are turned and dims that are copied make one row: rows that overlap only as a whole are refused too.
+#[test]
+fn overlapping_rows_of_two_parts_are_refused() {
+    let (name, runtime) = &runtimes()[0];
+    let desc = AppendDesc { rope: Some(Rope { dim: Some(4), ..Rope::default() }), ..desc(0, 2, 8) };
+    let table = PageTable { page_len: 4, offsets: &[0, 1], pages: &[0] };
+    let tokens = [Some(NewToken { sequence: 0, index: 0, position: 0 })];
+    let batch = AppendBatch::new(&desc, &tokens, table);
+    let append = Append::new(runtime, &desc).unwrap();
+    append.plan(&batch).unwrap();
+    let k_cache_layout = Layout { offset: 0, batch: 64, seq: 16, head: 4 };
+    let error = append.plan(&AppendBatch { k_cache_layout, ..batch }).unwrap_err().to_string();
+    assert!(error.contains("(here at least 8), got 4"), "{name}: {error}");
+}
+
+#[test]
+fn too_many_rows_are_refused() {
+    let error = NewToken::last(Lengths::Padded { max_len: u32::MAX, lens: &[0] }, &[0]).unwrap_err();
+    assert!(matches!(error, Error::Limit { value, .. } if value == u64::from(u32::MAX)), "{error}");
 }

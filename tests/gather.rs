@@ -145,3 +145,14 @@ fn bad_batches_are_refused() {
         assert!(Gather::new(runtime, &bad).is_err());
     }
 }
+
+/// A batch of other length than the table's is refused at once, however long.
+#[test]
+fn more_sequences_than_the_table_has_are_refused() {
+    let (name, runtime) = &runtimes()[0];
+    let desc = GatherDesc { kv_heads: 1, head_dim: 4, dtype: DType::F32 };
+    let table = PageTable { page_len: 4, offsets: &[0, 1], pages: &[0] };
+    let batch = GatherBatch::new(&desc, table, Lengths::Uniform { batch: u32::MAX, len: 1 });
+    let error = Gather::new(runtime, &desc).unwrap().plan(&batch, Direction::ToDense).unwrap_err().to_string();
+    assert_eq!(error, "page table: expected 4294967295 sequences, got 1", "{name}");
+}

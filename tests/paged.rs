@@ -375,6 +375,43 @@ fn cascades() {
     }
 }
 
+/// In a tile of many sequences rows stand one after the other: a window that reaches the first key from each row's own place
+/// need not reach it from there.
+#[test]
+fn cascades_under_a_window_that_just_reaches() {
+    for (name, runtime) in runtimes() {
+        let window = Window { left: Some(391), right: None };
+        let desc = AttentionDesc { window, causal: true, lse: true, ..desc(2, 2, 16) };
+        let lens: Vec<(u32, u32)> = (0..64).map(|b| (1, 385 + b % 8)).collect();
+        let owner = |b: usize, page: u32| if page < 24 { 0 } else { b };
+        let scene = Scene::new(&desc, 16, Order::Hnd, &lens, owner, 12);
+        let attention = Attention::new(runtime, &desc).unwrap();
+        let batch = Batch { cascade: Cascade::Always, ..scene.batch() };
+        let read: u32 = attention.planned_items(&batch).unwrap().iter().map(|item| item.kv_end - item.kv_begin).sum();
+        assert!(read < 64 * 385 / 2, "{name}: {read}");
+        scene.expected().check(&block(attention.run(&batch, &scene.paged.input())).unwrap(), true, name);
+    }
+}
+
+/// A schedule serves layers with other slopes, but positions in shared tiles are not those of each sequence.
+#[test]
+fn a_cascade_is_not_run_with_alibi() {
+    for (name, runtime) in runtimes() {
+        let plain = desc(2, 2, 16);
+        let sloped = AttentionDesc { alibi: Some(alibi_slopes(2)), ..plain.clone() };
+        let owner = |b: usize, page: u32| if page < 24 { 0 } else { b };
+        let scene = Scene::new(&plain, 16, Order::Hnd, &[(1, 390); 16], owner, 13);
+        let [planned, used] = [&plain, &sloped].map(|desc| Attention::new(runtime, desc).unwrap());
+        let batch = Batch { cascade: Cascade::Always, ..scene.batch() };
+        let buffers = planned.upload(&batch, &scene.paged.input()).unwrap();
+        let mut encoder = runtime.device().create_command_encoder(&Default::default());
+        let mut record = |batch: &Batch| used.record(&mut encoder, &planned.schedule(batch).unwrap(), &buffers.io());
+        let error = record(&batch).unwrap_err();
+        assert!(error.to_string().contains("Cascade::Never"), "{name}: {error}");
+        record(&Batch { cascade: Cascade::Never, ..batch }).unwrap();
+    }
+}
+
 /// rocm-libraries 12227: a sink counts once, with split keys, an empty split, a prefix, and groups of 5.
 #[test]
 fn case_20_sinks_count_once() {

@@ -367,3 +367,25 @@ fn explanations() {
         assert_eq!(reason.is_none(), name.contains("portable"), "{name}: {reason:?}");
     }
 }
+
+/// Each sequence shares a page more with the next one than with the one before: as many levels as sequences, on a small stack.
+#[test]
+fn cascades_of_many_levels() {
+    let desc = AttentionDesc { head_dim: 8, causal: true, ..AttentionDesc::default() };
+    let attention = Attention::new(&plain(), &desc).unwrap();
+    let count = 1000u32;
+    let (mut pages, mut offsets) = (Vec::new(), vec![0]);
+    for b in 0..count {
+        pages.extend((0..=b).chain([count + b]));
+        offsets.push(pages.len() as u32);
+    }
+    let lens: Vec<u32> = (1..=count).map(|pages| 256 * pages + 1).collect();
+    let table = PageTable { page_len: 256, offsets: &offsets, pages: &pages };
+    let rows = Lengths::Uniform { batch: count, len: 1 };
+    let batch = Batch { cascade: Cascade::Always, ..Batch::paged(&desc, rows, &lens, table) };
+    let items = std::thread::scope(|scope| {
+        let plan = || attention.planned_items(&batch).unwrap().len();
+        std::thread::Builder::new().stack_size(128 << 10).spawn_scoped(scope, plan).unwrap().join().unwrap()
+    });
+    assert!(items > count as usize);
+}

@@ -63,17 +63,17 @@ impl NewToken {
         if kv_lens.len() != new.batch() {
             return Err(Error::shape("kv_lens", format!("one for each of {} sequences", new.batch()), kv_lens.len()));
         }
-        let rows = |b: usize| match new {
-            Lengths::Padded { max_len, .. } => u64::from(max_len),
-            _ => u64::from(new.len(b)),
+        let rows: u64 = match new {
+            Lengths::Uniform { batch, len } => u64::from(batch) * u64::from(len),
+            Lengths::Padded { max_len, lens } => u64::from(max_len).saturating_mul(lens.len() as u64),
+            Lengths::Ragged { offsets } => u64::from(offsets[new.batch()]),
         };
-        let total: u64 = (0..new.batch()).map(rows).sum();
-        if total > u64::from(MAX_LEN) {
-            return Err(Error::limit("new tokens", MAX_LEN.into(), total, "split the batch"));
+        if rows > MAX_LEN.into() {
+            return Err(Error::limit("rows of new tokens", MAX_LEN.into(), rows, "split the batch"));
         }
         let mut tokens = Vec::new();
-        let room = tokens.try_reserve_exact(total as usize);
-        room.map_err(|error| Error::OutOfMemory(format!("a list of {total} new tokens: {error}")))?;
+        let room = tokens.try_reserve_exact(rows as usize);
+        room.map_err(|error| Error::OutOfMemory(format!("a list of {rows} new tokens: {error}")))?;
         for (b, kv_len) in kv_lens.iter().enumerate() {
             let len = new.len(b);
             let Some(first) = kv_len.checked_sub(len) else {
@@ -365,7 +365,7 @@ impl Append {
 
     fn bind(&self, plan: &AppendPlan, io: &AppendIo) -> Result<Vec<wgpu::BindGroup>> {
         plan.moves.is_of(&self.runtime)?;
-        let sizes = |desc: &AppendDesc| AppendDesc { rope: None, ..desc.clone() };
+        let sizes = |desc: &AppendDesc| AppendDesc { rope: None, v_head_dim: Some(desc.v_dim()), ..desc.clone() };
         if sizes(&plan.desc) != sizes(&self.desc) || plan.turn != self.turn {
             let expected = "one of the same heads, dims, types, pairs and attention factor";
             return Err(Error::shape("plan", expected, "another one's"));

@@ -153,6 +153,9 @@ impl Gather {
         let GatherBatch { table, tokens, .. } = batch;
         tokens.validate("tokens")?;
         let sequences = tokens.batch();
+        if sequences != table.batch() {
+            return Err(Error::shape("page table", format!("{sequences} sequences"), table.batch()));
+        }
         if let Some(first) = batch.first
             && first.len() != sequences
         {
@@ -160,9 +163,6 @@ impl Gather {
         }
         let first = |b: usize| batch.first.map_or(0, |first| first[b]);
         let ends = (0..sequences).map(|b| u64::from(first(b)) + u64::from(tokens.len(b)));
-        if table.batch() != sequences {
-            return Err(Error::shape("page table", format!("{sequences} sequences"), table.batch()));
-        }
         if let Some(end) = ends.clone().find(|end| *end > u64::from(MAX_LEN)) {
             return Err(Error::limit("end of the tokens", MAX_LEN.into(), end, "positions must fit in 31 bits"));
         }

@@ -121,6 +121,10 @@ impl Rope {
         let pairs = dim as usize / 2;
         check("rope theta", "a number above 1", self.theta, self.theta > 1.0)?;
         let factor_of = |factor: f64| check("rope factor", "a number from 1 up", factor, factor >= 1.0);
+        let positions_of = |positions: u32| match positions {
+            0 => Err(Error::shape("rope original_max_position", "at least 1", 0)),
+            _ => Ok(()),
+        };
         let plain = (0..pairs).map(|i| self.theta.powf(-2.0 * i as f64 / f64::from(dim)));
         Ok(match &self.scaling {
             RopeScaling::None => plain.collect(),
@@ -132,6 +136,7 @@ impl Rope {
                 factor_of(*factor)?;
                 check("rope low_freq_factor", "a number above 0", *low, *low > 0.0)?;
                 check("rope high_freq_factor", "a number above low_freq_factor", *high, high > low)?;
+                positions_of(*original_max_position)?;
                 let turns = |f: f64| f64::from(*original_max_position) * f / TAU;
                 plain
                     .map(|f| {
@@ -144,9 +149,7 @@ impl Rope {
                 factor_of(*factor)?;
                 check("rope beta_slow", "a number above 0", *beta_slow, *beta_slow > 0.0)?;
                 check("rope beta_fast", "a number above beta_slow", *beta_fast, beta_fast > beta_slow)?;
-                if *original_max_position == 0 {
-                    return Err(Error::shape("rope original_max_position", "at least 1", 0));
-                }
+                positions_of(*original_max_position)?;
                 // The pair, not rounded, that turns so often in all positions trained on.
                 let pair_of = |turns: f64| {
                     let positions = f64::from(*original_max_position);
@@ -186,7 +189,7 @@ impl Rope {
             RopeScaling::Frequencies { attention_factor, .. } => *attention_factor,
             _ => 1.0,
         };
-        check("rope attention_factor", "a number", factor, true)?;
+        check("rope attention_factor", "a number that f32 holds", factor, (factor as f32).is_finite())?;
         Ok(factor as f32)
     }
 
@@ -376,5 +379,11 @@ mod tests {
         ] {
             assert_eq!(refused(rope), message);
         }
+        let scaling =
+            RopeScaling::Llama3 { factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_max_position: 0 };
+        assert_eq!(refused(Rope { scaling, ..plain() }), "rope original_max_position: expected at least 1, got 0");
+        let scaling = RopeScaling::Frequencies { radians: vec![1.0; 4], attention_factor: 1e39 };
+        let error = Rope { scaling, ..plain() }.attention_factor().unwrap_err().to_string();
+        assert!(error.starts_with("rope attention_factor: expected a number that f32 holds"), "{error}");
     }
 }

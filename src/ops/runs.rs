@@ -152,7 +152,7 @@ impl Tensor {
         &self,
         places: impl Iterator<Item = (Place, u32)>,
         heads: u32,
-        dim: u32,
+        dim: u64,
     ) -> Result<[(u64, u64); 3]> {
         let (mut blocks, mut slots) = (0, 0);
         for (place, tokens) in places {
@@ -162,7 +162,7 @@ impl Tensor {
         let slots = self.slots.map_or(slots, u64::from);
         let layout = &self.layout;
         let dims = [(layout.head, heads.into()), (layout.seq, slots), (layout.batch, blocks)];
-        check_strides(self.what, &mut dims.to_vec(), dim.into())?;
+        check_strides(self.what, &mut dims.to_vec(), dim)?;
         Ok(dims)
     }
 }
@@ -313,15 +313,14 @@ impl Moves {
         for part in parts {
             let reach = part.source.reach(runs.sources(), part.heads, part.dim, limits)?;
             let target_reach = part.target.reach(runs.targets(part.stays), part.heads, part.dim, limits)?;
-            let dims = part.target.check_distinct(runs.targets(part.stays), part.heads, part.dim)?;
             let Tensor { what, layout, dtype, .. } = part.target;
+            let before = targets.iter().find(|target: &&Target| target.what == what).map_or(0, |target| target.dim);
+            let dim = before + u64::from(part.dim); // of this row up to here
+            let dims = part.target.check_distinct(runs.targets(part.stays), part.heads, dim)?;
             match targets.iter_mut().find(|target: &&mut Target| target.what == what) {
-                None => {
-                    let (first, dim) = (layout.offset, part.dim.into());
-                    targets.push(Target { what, first, dims, dim, dtype, reach: target_reach });
-                }
+                None => targets.push(Target { what, first: layout.offset, dims, dim, dtype, reach: target_reach }),
                 Some(target) => {
-                    target.dim += u64::from(part.dim);
+                    target.dim = dim;
                     target.reach = target.reach.max(target_reach);
                 }
             }

@@ -24,7 +24,7 @@ use crate::{Global, terminal};
 /// no name. Types convert themselves: f64 is read as f32, and NumPy files hold bf16 as f32.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
-#[command(group = clap::ArgGroup::new("result").args(["out", "lse", "expect", "expect_lse", "show"]).required(true).multiple(true))]
+#[command(group = clap::ArgGroup::new("result").args(["out", "lse", "expect", "expect_lse", "show", "page_len"]).required(true).multiple(true))]
 pub struct AttendArgs {
     /// Queries
     #[arg(long, value_name = "F")]
@@ -201,7 +201,9 @@ pub fn run(args: &AttendArgs, global: &Global) -> Result<()> {
     let mut report = summary(&problem, &batch, &engine, &answer);
     if let Some(page_len) = args.page_len {
         let paged = Paged::new(&problem.desc, &batch, &input, page_len)?;
-        let same = engine.attend(&problem.desc, &paged.batch(&problem.desc, &batch), &paged.input(&input))?;
+        let same = engine
+            .attend(&problem.desc, &paged.batch(&problem.desc, &batch), &paged.input(&input))
+            .with_context(|| format!("in pages of {page_len} tokens; a smaller --page-len takes less memory"))?;
         let time = same.time.as_ref().map_or(String::new(), |time| format!(", {}", terminal::seconds(time.seconds)));
         let pages = format!("{} of {page_len} tokens, at random places of a pool{time}", paged.page_count());
         report += &line("pages", pages);

@@ -500,6 +500,10 @@ impl Attention {
             let expected = "a schedule made with the same sizes, types, window, bias, mask and variant";
             return Err(Error::shape("schedule", expected, "another one's"));
         }
+        if schedule.cascades && self.desc.alibi.is_some() {
+            let expected = "one made for an attention with ALiBi, or with `Cascade::Never`";
+            return Err(Error::shape("schedule", expected, "one whose sequences share tiles"));
+        }
         Ok(())
     }
 }

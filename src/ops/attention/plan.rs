@@ -159,6 +159,8 @@ pub(super) struct Plan {
     /// Partial states, most at a time.
     pub(super) slots: u64,
     pub(super) splits: usize,
+    /// Whether sequences share tiles, in which positions are not those of each.
+    pub(super) cascades: bool,
     /// Where the page tables begin, if keys lie in pages.
     tables: Option<usize>,
 }
@@ -223,6 +225,7 @@ fn plan_once(desc: &AttentionDesc, batch: &Batch, bounds: Bounds) -> Result<Plan
     let (flat, shared) = planner.cut();
     let cost_of_item = planner.balance();
     let mut whole: Vec<Tile> = Vec::new();
+    let cascades = !shared.is_empty();
     let mut clusters = shared;
     for i in flat {
         let tile = planner.tiles[i];
@@ -232,7 +235,8 @@ fn plan_once(desc: &AttentionDesc, batch: &Batch, bounds: Bounds) -> Result<Plan
             clusters.push(planner.split_alone(i));
         }
     }
-    let mut writer = Writer { plan: Plan::default(), planner: &planner, cost_of_item };
+    let plan = Plan { cascades, ..Plan::default() };
+    let mut writer = Writer { plan, planner: &planner, cost_of_item };
     whole.sort_by_key(|tile| Reverse(tile.keys())); // longest first, so that the end is even
     for form in Form::ALL.into_iter().rev() {
         let items: Vec<Item> = whole.iter().filter(|tile| tile.form == form).map(|tile| tile.item).collect();
@@ -348,13 +352,16 @@ impl Planner<'_> {
     fn shared_costs(&self, run: Range<usize>) -> (u64, u64, u32) {
         let cost = |rows: u64| u64::from(self.bounds.height(self.bounds.form(rows)).cost);
         let flat = run.clone().map(|b| cost(self.rows(b))).sum(); // one tile each, see `shared_pages`
-        let rows: u64 = run.map(|b| self.rows(b)).sum();
+        let rows: u64 = run.clone().map(|b| self.rows(b)).sum();
+        let most = run.map(|b| self.rows(b)).max().unwrap_or(0);
         let together = |height: &Height| {
             let full = rows / u64::from(height.rows) * u64::from(height.cost);
             let rest = rows % u64::from(height.rows);
             (full + if rest > 0 { cost(rest) } else { 0 }, Reverse(height.rows)) // of equals the highest: it reads least
         };
-        let (shared, height) = self.bounds.heights.iter().flatten().map(together).min().unwrap_or((flat, Reverse(1)));
+        // Lower tiles would hold one sequence, which shares with none; the highest hold two, see `shared_pages`.
+        let heights = self.bounds.heights.iter().flatten().filter(|height| u64::from(height.rows) >= 2 * most);
+        let (shared, height) = heights.map(together).min().unwrap_or((flat, Reverse(1)));
         (flat, shared, height.0)
     }
 
@@ -411,13 +418,16 @@ impl Planner<'_> {
         }
         token_stride(batch)?;
         let tallest = self.bounds.tallest();
+        // In a tile of many sequences the rows stand one after the other, behind the shared keys: none may be farther from the
+        // first key than the window reaches.
+        let reached = desc.effective_window().left.map_or(u32::MAX, |left| left.saturating_sub(tallest));
         // Whole pages that all rows of a sequence see; none for one that fills tiles by itself.
         let usable = |b: usize| match batch.q.len(b) {
             0 => 0,
             _ if 2 * self.rows(b) > u64::from(tallest) => 0,
             rows => {
                 let starts_at_0 = batch.visible(desc, b, rows - 1).start == 0;
-                if starts_at_0 { batch.visible(desc, b, 0).end / pages.page_len } else { 0 }
+                if starts_at_0 { batch.visible(desc, b, 0).end.min(reached) / pages.page_len } else { 0 }
             }
         };
         let mut depths = Vec::with_capacity(sequences);
@@ -439,7 +449,7 @@ impl Planner<'_> {
         let first_tile = self.tiles.len();
         let first_merge = self.merges.len();
         let mut sources: Vec<Vec<Source>> = vec![Vec::new(); run.len()];
-        self.level(run.clone(), run.start, 0, shared, &mut sources);
+        self.levels(run.clone(), shared, &mut sources);
         for (b, sources) in run.zip(sources) {
             let first = self.sources.len();
             self.sources.extend(sources);
@@ -449,28 +459,32 @@ impl Planner<'_> {
         Cluster { tiles: first_tile..self.tiles.len(), merges: first_merge..self.merges.len() }
     }
 
-    /// Sequences that share their first `depth` pages, which are done. `origin` is where `sources` begins.
-    fn level(&mut self, run: Range<usize>, origin: usize, depth: u32, shared: &Shared, sources: &mut [Vec<Source>]) {
-        let mut b = run.start;
-        while b < run.end {
-            let mut end = shared.run(b, depth).min(run.end);
-            if end > b + 1 && !self.pays(b..end) {
-                end = b + 1;
-            }
-            if end == b + 1 {
-                let tile = self.tiles.len();
-                self.tile(b, depth * shared.page_len); // one tile: `shared_pages` takes no sequence of more rows
-                if self.tiles[tile].keys() > 0 || sources[b - origin].is_empty() {
-                    sources[b - origin].push(Source { tile, row: 0 });
-                } else {
-                    self.tiles.truncate(tile);
+    fn levels(&mut self, all: Range<usize>, shared: &Shared, sources: &mut [Vec<Source>]) {
+        let origin = all.start;
+        // Sequences that share their first pages, so many, which are done. There may be as many levels as sequences.
+        let mut levels = vec![(all, 0)];
+        while let Some((run, depth)) = levels.pop() {
+            let mut b = run.start;
+            while b < run.end {
+                let mut end = shared.run(b, depth).min(run.end);
+                if end > b + 1 && !self.pays(b..end) {
+                    end = b + 1;
                 }
-            } else {
-                let deeper = shared.depths[b..end - 1].iter().copied().min().unwrap_or(depth);
-                self.share(b..end, depth * shared.page_len..deeper * shared.page_len, origin, sources);
-                self.level(b..end, origin, deeper, shared, sources);
+                if end == b + 1 {
+                    let tile = self.tiles.len();
+                    self.tile(b, depth * shared.page_len); // one tile: `shared_pages` takes no sequence of more rows
+                    if self.tiles[tile].keys() > 0 || sources[b - origin].is_empty() {
+                        sources[b - origin].push(Source { tile, row: 0 });
+                    } else {
+                        self.tiles.truncate(tile);
+                    }
+                } else {
+                    let deeper = shared.depths[b..end - 1].iter().copied().min().unwrap_or(depth);
+                    self.share(b..end, depth * shared.page_len..deeper * shared.page_len, origin, sources);
+                    levels.push((b..end, deeper));
+                }
+                b = end;
             }
-            b = end;
         }
     }
 

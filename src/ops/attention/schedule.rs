@@ -92,6 +92,7 @@ pub struct Schedule {
     pub(super) reach: Reach,
     workspace: u64,
     splits: usize,
+    pub(super) cascades: bool,
     variants: Vec<&'static str>,
 }
 
@@ -164,6 +165,7 @@ impl Attention {
             reach,
             workspace,
             splits: plan.splits,
+            cascades: plan.cascades,
             variants,
         })
     }

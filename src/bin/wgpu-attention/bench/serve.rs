@@ -8,7 +8,7 @@
 use std::collections::VecDeque;
 use std::time::Instant;
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use indicatif::{ProgressBar, ProgressStyle};
 use pollster::block_on;
 use serde::Serialize;
@@ -219,7 +219,8 @@ impl<'a> Server<'a> {
             scale,
             page_len,
             rope,
-            cache: PagedCache::new(runtime, &cached)?,
+            cache: PagedCache::new(runtime, &cached)
+                .context("the simulated cache does not fit here; --quick makes a small one")?,
             pages: Pages::new(page_count, page_len)?,
             append: Append::new(runtime, &append)?,
             attention: Attention::new(runtime, &desc)?,
