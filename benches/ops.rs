@@ -3,26 +3,18 @@
 //! Wall time of recording, submitting and waiting, on the best adapter or the one whose name holds
 //! `WGPU_ATTENTION_ADAPTER`. What the CLI's `bench` measures is the device's own time, of every variant.
 
+mod common;
+
 use std::time::{Duration, Instant};
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use pollster::block_on;
+use wgpu_attention::Runtime;
 use wgpu_attention::cases::{self, Case, Check};
 use wgpu_attention::measure::{CaseBuffers, Work};
-use wgpu_attention::{Runtime, RuntimeOptions, adapters};
 
 /// Runs of one submission.
 const TOGETHER: u64 = 16;
-
-fn open() -> Runtime {
-    let wanted = std::env::var("WGPU_ATTENTION_ADAPTER").unwrap_or_default().to_lowercase();
-    let mut found = block_on(adapters());
-    found.retain(|adapter| adapter.get_info().name.to_lowercase().contains(&wanted));
-    found.sort_by_key(|adapter| adapter.get_info().device_type == wgpu::DeviceType::Cpu);
-    let adapter = found.first().expect("no graphics adapter of that name: is there a Vulkan driver?");
-    println!("{}", adapter.get_info().name);
-    block_on(Runtime::open(adapter, RuntimeOptions::default())).unwrap()
-}
 
 fn time(runtime: &Runtime, work: &Work, buffers: &CaseBuffers, runs: u64) -> Duration {
     let start = Instant::now();
@@ -60,7 +52,7 @@ fn bench_case(criterion: &mut Criterion, runtime: &Runtime, case: &Case) {
 }
 
 fn ops(criterion: &mut Criterion) {
-    let runtime = open();
+    let runtime = common::open();
     for case in cases::all().iter().filter(|case| case.quick) {
         bench_case(criterion, &runtime, case);
     }

@@ -3,29 +3,20 @@
 //!
 //! On the best adapter or the one whose name holds `WGPU_ATTENTION_ADAPTER`; the plans write to its memory.
 
+mod common;
+
 use std::hint::black_box;
 
 use criterion::{BatchSize, Criterion, criterion_group, criterion_main};
-use pollster::block_on;
 use wgpu_attention::{
     Append, AppendBatch, AppendDesc, Attention, AttentionDesc, DType, Lengths, NewToken, PageOrder, PagedCache,
-    PagedCacheDesc, Pages, Rope, Runtime, RuntimeOptions, TableBuffer, adapters,
+    PagedCacheDesc, Pages, Rope, TableBuffer,
 };
 
 const SEQUENCES: u32 = 256;
 
-fn open() -> Runtime {
-    let wanted = std::env::var("WGPU_ATTENTION_ADAPTER").unwrap_or_default().to_lowercase();
-    let mut found = block_on(adapters());
-    found.retain(|adapter| adapter.get_info().name.to_lowercase().contains(&wanted));
-    found.sort_by_key(|adapter| adapter.get_info().device_type == wgpu::DeviceType::Cpu);
-    let adapter = found.first().expect("no graphics adapter of that name: is there a Vulkan driver?");
-    println!("{}", adapter.get_info().name);
-    block_on(Runtime::open(adapter, RuntimeOptions::default())).unwrap()
-}
-
 fn serving(criterion: &mut Criterion) {
-    let runtime = open();
+    let runtime = common::open();
     let mut pages = Pages::new(10_000, 16).unwrap();
     let mut copies = Vec::new();
     let ids: Vec<_> = (0..SEQUENCES).map(|_| pages.create()).collect();

@@ -235,10 +235,7 @@ fn paged(decoding: &Case, shared: u32, page_len: u32) -> Case {
     let (shared_pages, own_pages) = (shared / page_len, (kv_len - shared).div_ceil(page_len));
     assert_eq!(shared % page_len, 0, "only whole pages are shared");
     let pool = shared_pages + batch * own_pages;
-    let mut order: Vec<u32> = (0..pool).collect();
-    for i in (1..pool as usize).rev() {
-        order.swap(i, hash(5, i as u64) as usize % (i + 1));
-    }
+    let order = shuffled(pool);
     let (prefix, rest) = order.split_at(shared_pages as usize);
     let pages = rest.chunks(own_pages as usize).flat_map(|own| [prefix, own].concat()).collect();
     let (family, twin) = if shared > 0 { ("cascade", Some(Twin::Cascade)) } else { ("paged", None) };
@@ -396,9 +393,22 @@ impl Case {
     }
 }
 
-/// Hashes a counter (the finaliser of SplitMix64).
+/// Hashes a counter.
 fn hash(stream: u64, counter: u64) -> u64 {
-    let mut z = counter.wrapping_add(stream << 40).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    mix(counter.wrapping_add(stream << 40).wrapping_mul(0x9e37_79b9_7f4a_7c15))
+}
+
+/// The numbers below `count` in an order that looks random, the same on every machine.
+pub fn shuffled(count: u32) -> Vec<u32> {
+    let mut order: Vec<u32> = (0..count).collect();
+    for i in (1..count as usize).rev() {
+        order.swap(i, hash(5, i as u64) as usize % (i + 1));
+    }
+    order
+}
+
+/// The finaliser of SplitMix64.
+pub fn mix(mut z: u64) -> u64 {
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     z ^ (z >> 31)

@@ -82,8 +82,8 @@ pub struct CaseReport {
 #[cfg_attr(feature = "cli", derive(Serialize, Deserialize))]
 pub struct VariantReport {
     /// `default` for what the library chooses by itself, `portable` for its choice among portable rows, `unfused` for the
-    /// three passes, `flat` and `cascade` for the default with shared keys read
-    /// for each sequence and once for all, otherwise the name of one row that served all tiles.
+    /// three passes, `flat` and `cascade` for the default with shared keys read for each sequence and once for all, otherwise
+    /// the name of one row that served all tiles.
     pub name: String,
     /// The rows behind it.
     pub rows: Vec<String>,
@@ -178,8 +178,8 @@ impl CaseReport {
         self.variants.iter().find(|found| found.name == variant)?.times.as_ref()
     }
 
-    /// The fastest fused variant, or doing without a cascade, that beats the default by more than a tenth, in the median and in the fastest sample
-    /// (one of them alone is noise).
+    /// The fastest fused variant, with or without a cascade, that beats the default by more than a tenth, in the median and in
+    /// the fastest sample (one of them alone is noise).
     pub fn better_than_default(&self) -> Option<&VariantReport> {
         let default = self.times("default")?;
         let better = |times: &Times| times.median * 1.1 < default.median && times.min * 1.1 < default.min;

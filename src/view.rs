@@ -300,6 +300,11 @@ pub(crate) fn reach_of(
             .into_iter()
             .fold(layout.offset, u64::saturating_add),
     };
+    bytes_of(what, elements, dtype, limits)
+}
+
+/// Bytes of so many elements, if a binding and offsets of 32 bits carry them.
+pub(crate) fn bytes_of(what: &str, elements: u64, dtype: DType, limits: &wgpu::Limits) -> Result<u64> {
     let most = limits.max_storage_buffer_binding_size.min(u64::from(u32::MAX) * dtype.size());
     match elements.saturating_mul(dtype.size()) {
         bytes if bytes > most => Err(Error::limit(format!("bytes of {what}"), most, bytes, "split the work")),

@@ -63,11 +63,7 @@ impl NewToken {
         if kv_lens.len() != new.batch() {
             return Err(Error::shape("kv_lens", format!("one for each of {} sequences", new.batch()), kv_lens.len()));
         }
-        let rows: u64 = match new {
-            Lengths::Uniform { batch, len } => u64::from(batch) * u64::from(len),
-            Lengths::Padded { max_len, lens } => u64::from(max_len).saturating_mul(lens.len() as u64),
-            Lengths::Ragged { offsets } => u64::from(offsets[new.batch()]),
-        };
+        let rows = new.lse_len(1); // with padding
         if rows > MAX_LEN.into() {
             return Err(Error::limit("rows of new tokens", MAX_LEN.into(), rows, "split the batch"));
         }

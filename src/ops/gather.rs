@@ -47,17 +47,12 @@ impl<'a> GatherBatch<'a> {
     /// The first `tokens` of each sequence, pools `[page, kv_head, slot, dim]`, and a dense tensor
     /// `[batch, len, kv_heads, dim]` or, ragged, `[total, kv_heads, dim]`.
     pub fn new(desc: &GatherDesc, table: PageTable<'a>, tokens: Lengths<'a>) -> Self {
-        let room = match tokens {
-            Lengths::Uniform { len, .. } => len,
-            Lengths::Padded { max_len, .. } => max_len,
-            Lengths::Ragged { .. } => 0,
-        };
         GatherBatch {
             table,
             first: None,
             tokens,
             pages_layout: Layout::bhsd(table.page_len, desc.kv_heads, desc.head_dim),
-            dense_layout: Layout::bshd(room, desc.kv_heads, desc.head_dim),
+            dense_layout: Layout::bshd(tokens.room(), desc.kv_heads, desc.head_dim),
         }
     }
 }

@@ -37,3 +37,13 @@ impl<B> Retired<B> {
         retired.push(buffers);
     }
 }
+
+/// Bytes of a buffer that is to be used again, where `needed` are needed now.
+pub(crate) fn room_for(needed: u64, limits: &wgpu::Limits) -> u64 {
+    needed.next_power_of_two().min(limits.max_buffer_size).max(needed)
+}
+
+/// Whether a buffer of `size` bytes is large enough, and not so large that later work may need it.
+pub(crate) fn serves(size: u64, needed: u64) -> bool {
+    (needed..=8 * needed).contains(&size)
+}

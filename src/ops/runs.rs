@@ -4,9 +4,10 @@ use std::sync::Arc;
 
 use crate::error::{Error, Result};
 use crate::kernel::Pipeline;
+use crate::ops::retired::{room_for, serves};
 use crate::runtime::Runtime;
 use crate::shader::shader_struct;
-use crate::view::{DType, Layout, View, bind_view, check_input, check_strides};
+use crate::view::{DType, Layout, View, bind_view, bytes_of, check_input, check_strides};
 
 shader_struct! {
     pub(crate) struct Run {
@@ -139,12 +140,7 @@ impl Tensor {
         let Some(last) = last else { return Ok(0) };
         let elements =
             [layout.offset, last, far(heads - 1, layout.head), dim.into()].into_iter().fold(0, u64::saturating_add);
-        let bytes = elements.saturating_mul(self.dtype.size());
-        let most = limits.max_storage_buffer_binding_size.min(u64::from(u32::MAX) * self.dtype.size());
-        if bytes > most {
-            return Err(Error::limit(format!("bytes of {}", self.what), most, bytes, "split the work"));
-        }
-        Ok(bytes)
+        bytes_of(self.what, elements, self.dtype, limits)
     }
 
     /// Strides and counts of the dimensions; refuses those under which two of these places share an element.
@@ -218,7 +214,6 @@ pub(super) struct Part {
     pub(super) target: Tensor,
     pub(super) heads: u32,
     pub(super) dim: u32,
-    /// Elements (or bytes, as the kernel says) of a unit: elements 1, or how many bytes.
     pub(super) unit: Unit,
     pub(super) stays: bool,
     pub(super) turn: Turn,
@@ -279,16 +274,13 @@ impl Drop for Moves {
 /// Buffers of earlier moves with this much room that no command uses any more, or new ones.
 fn buffers(runtime: &Runtime, bytes: &[u8]) -> Result<Buffers> {
     let needed = bytes.len() as u64;
-    let fits = |buffers: &Buffers| {
-        // Not much larger ones, which later moves may need.
-        (needed..=8 * needed).contains(&buffers.lists.size()) && Arc::strong_count(&buffers.in_use) == 1
-    };
+    let fits = |buffers: &Buffers| serves(buffers.lists.size(), needed) && Arc::strong_count(&buffers.in_use) == 1;
     let buffers = match runtime.retired_moves().take(fits) {
         Some(buffers) => buffers,
         None => {
             let usage = wgpu::BufferUsages::UNIFORM | wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_DST;
-            let room = needed.next_power_of_two().min(runtime.caps().limits.max_buffer_size);
-            Buffers { lists: runtime.buffer("runs", room.max(needed), usage)?, in_use: Arc::default() }
+            let room = room_for(needed, &runtime.caps().limits);
+            Buffers { lists: runtime.buffer("runs", room, usage)?, in_use: Arc::default() }
         }
     };
     runtime.queue().write_buffer(&buffers.lists, 0, bytes);

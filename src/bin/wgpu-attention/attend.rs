@@ -6,7 +6,7 @@ use std::fmt::Display;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use clap::{Args, ValueEnum};
-use wgpu_attention::ops::attention::alibi_slopes;
+use wgpu_attention::ops::attention::{MAX_LEN, alibi_slopes};
 use wgpu_attention::{
     AttentionDesc, Batch, DType, HostInput, HostMask, Layout, Lengths, MaskKind, ScoreLayout, Start, Window,
 };
@@ -73,7 +73,7 @@ pub struct AttendArgs {
     q_start: String,
     /// Compute it a second time with K and V in pages of P tokens at random places of a pool, NaN around them, and fail if
     /// the results differ by more than the tolerance
-    #[arg(long, value_name = "P", value_parser = clap::value_parser!(u32).range(1..=MAX_PAGE_LEN), help_heading = "Layout")]
+    #[arg(long, value_name = "P", value_parser = clap::value_parser!(u32).range(1..=i64::from(MAX_LEN)), help_heading = "Layout")]
     page_len: Option<u32>,
     /// What the kernels see of Q, K and V, whatever the files hold. Default: the files' types, the wider of K and V.
     /// Arithmetic and the output are f32, rounded once when written
@@ -105,9 +105,6 @@ pub struct AttendArgs {
     #[arg(long, value_name = "F", help_heading = "Scores")]
     sinks: Option<String>,
 }
-
-/// Longer sequences there are none.
-const MAX_PAGE_LEN: i64 = 1 << 29;
 
 const EXAMPLES: &str = "Examples:
   wgpu-attention attend --q q.npy --k k.npy --v v.npy --causal --out o.npy

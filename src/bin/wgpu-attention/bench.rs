@@ -62,6 +62,30 @@ const MAX_REPEATS: f64 = 1000.0;
 /// A case is left out where one run would take longer.
 const MAX_RUN: f64 = 10.0;
 
+impl BenchArgs {
+    /// The file of `--json`, if there is one.
+    fn file(&self) -> Option<&Path> {
+        self.json.as_deref().filter(|path| *path != Path::new(STDOUT))
+    }
+
+    /// Whether it can be written: rather now than after minutes of measuring.
+    fn check_file(&self) -> Result<()> {
+        self.file().map_or(Ok(()), |path| open_beside(path).map(drop))
+    }
+
+    /// Prints what people or machines asked for, and writes the file.
+    fn deliver(&self, json: &str, text: &str) -> Result<()> {
+        match self.file() {
+            None if self.json.is_some() => terminal::print(json),
+            None => terminal::print(text),
+            Some(path) => {
+                terminal::print(text)?;
+                write(path, json)
+            }
+        }
+    }
+}
+
 pub fn run(args: &BenchArgs, global: &Global) -> Result<()> {
     if args.serve {
         return serve(args, global);
@@ -76,10 +100,7 @@ pub fn run(args: &BenchArgs, global: &Global) -> Result<()> {
             bail!("no variant is named `{wanted}`; there are {}, and parts of them like `portable`", names.join(", "));
         }
     }
-    let file = args.json.as_deref().filter(|path| *path != Path::new(STDOUT));
-    if let Some(path) = file {
-        open_beside(path)?; // rather now than after minutes of measuring
-    }
+    args.check_file()?;
     let (_, runtime) = device::open(global, SelfTest::All)?;
     let timer = Timer::new(&runtime)?;
     let mut report = Report {
@@ -115,13 +136,7 @@ pub fn run(args: &BenchArgs, global: &Global) -> Result<()> {
     }
     bench.progress.finish_and_clear();
     device::keep(&runtime);
-    match (&args.json, file) {
-        (Some(_), None) => terminal::print(report.to_json() + "\n")?,
-        _ => terminal::print(table::show(&report))?,
-    }
-    if let Some(path) = file {
-        write(path, &report.to_json())?;
-    }
+    args.deliver(&report.to_json(), &table::show(&report))?;
     let failed = table::failures(&report).len();
     if failed > 0 {
         bail!("{failed} outputs were wrong; they have no times");
@@ -133,18 +148,11 @@ fn serve(args: &BenchArgs, global: &Global) -> Result<()> {
     if global.variant.is_some() {
         bail!("--serve measures what the library chooses; leave --variant out");
     }
-    let file = args.json.as_deref().filter(|path| *path != Path::new(STDOUT));
-    if let Some(path) = file {
-        open_beside(path)?;
-    }
+    args.check_file()?;
     let (_, runtime) = device::open(global, SelfTest::Chosen)?;
     let outcome = serve::run(&runtime, args.quick)?;
     device::keep(&runtime);
-    match (&args.json, file) {
-        (Some(_), None) => terminal::print(outcome.to_json()?)?,
-        _ => terminal::print(outcome.show())?,
-    }
-    file.map_or(Ok(()), |path| write(path, &outcome.to_json()?))
+    args.deliver(&outcome.to_json()?, &outcome.show())
 }
 
 fn chosen(args: &BenchArgs) -> Result<(Vec<Case>, Vec<AppendCase>)> {
@@ -184,7 +192,6 @@ fn progress(cases: usize) -> Result<ProgressBar> {
     Ok(ProgressBar::new(cases as u64).with_style(style))
 }
 
-/// Writes the whole file or nothing.
 /// A new file in the folder of `path`, to become it.
 fn open_beside(path: &Path) -> Result<tempfile::NamedTempFile> {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
@@ -192,6 +199,7 @@ fn open_beside(path: &Path) -> Result<tempfile::NamedTempFile> {
     file.map_err(|kind| anyhow!("cannot write {}: {kind} in {}", path.display(), folder.display()))
 }
 
+/// Writes the whole file or nothing.
 fn write(path: &Path, text: &str) -> Result<()> {
     let what = || format!("cannot write {}", path.display());
     let mut file = open_beside(path)?;

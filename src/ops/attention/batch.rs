@@ -64,6 +64,15 @@ impl Lengths<'_> {
         }
     }
 
+    /// Rows or keys that a contiguous tensor has room for in each sequence; 0 if ragged.
+    pub(crate) fn room(&self) -> u32 {
+        match self {
+            Lengths::Uniform { len, .. } => *len,
+            Lengths::Padded { max_len, .. } => *max_len,
+            Lengths::Ragged { .. } => 0,
+        }
+    }
+
     /// Rows of the LSE of one head: of one sequence, or of all if ragged.
     pub(super) fn lse_rows(&self) -> u64 {
         match self {
@@ -189,17 +198,12 @@ impl<'a> Batch<'a> {
     /// let ragged = Batch::new(&desc, Lengths::Ragged { offsets: &[0, 3, 7] }, Lengths::Ragged { offsets: &[0, 90, 100] });
     /// ```
     pub fn new(desc: &AttentionDesc, q: Lengths<'a>, kv: Lengths<'a>) -> Self {
-        let room = |lengths: &Lengths| match lengths {
-            Lengths::Uniform { len, .. } => *len,
-            Lengths::Padded { max_len, .. } => *max_len,
-            Lengths::Ragged { .. } => 0,
-        };
         Batch {
             start: Start::BottomRight,
-            q_layout: Layout::bshd(room(&q), desc.heads, desc.head_dim),
-            k_layout: Layout::bshd(room(&kv), desc.kv_heads, desc.head_dim),
-            v_layout: Layout::bshd(room(&kv), desc.kv_heads, desc.v_dim()),
-            out_layout: Layout::bshd(room(&q), desc.heads, desc.v_dim()),
+            q_layout: Layout::bshd(q.room(), desc.heads, desc.head_dim),
+            k_layout: Layout::bshd(kv.room(), desc.kv_heads, desc.head_dim),
+            v_layout: Layout::bshd(kv.room(), desc.kv_heads, desc.v_dim()),
+            out_layout: Layout::bshd(q.room(), desc.heads, desc.v_dim()),
             bias_layout: None,
             mask_layout: None,
             mask_offsets: None,

@@ -309,7 +309,7 @@ impl Planner<'_> {
             let mut end = b + 1;
             if let Some(prefixes) = &prefixes {
                 end = prefixes.run(b, 0).min(b + self.bounds.dispatch);
-                if end > b + 1 && self.pays(b..end) {
+                if end > b + 1 && self.shared_height(b..end).is_some() {
                     shared.push(self.cascade(b..end, prefixes));
                 } else {
                     end = b + 1;
@@ -348,10 +348,10 @@ impl Planner<'_> {
         u64::from(tile.keys()) * u64::from(self.bounds.height(tile.form).cost)
     }
 
-    /// What a key that these sequences share costs in tiles of each, and in tiles of all their rows; and how high these are.
-    fn shared_costs(&self, run: Range<usize>) -> (u64, u64, u32) {
+    /// Rows of the tiles in which keys that these sequences share cost least; none where tiles of each cost no more.
+    fn shared_height(&self, run: Range<usize>) -> Option<u32> {
         let cost = |rows: u64| u64::from(self.bounds.height(self.bounds.form(rows)).cost);
-        let flat = run.clone().map(|b| cost(self.rows(b))).sum(); // one tile each, see `shared_pages`
+        let flat: u64 = run.clone().map(|b| cost(self.rows(b))).sum(); // one tile each, see `shared_pages`
         let rows: u64 = run.clone().map(|b| self.rows(b)).sum();
         let most = run.map(|b| self.rows(b)).max().unwrap_or(0);
         let together = |height: &Height| {
@@ -361,13 +361,8 @@ impl Planner<'_> {
         };
         // Lower tiles would hold one sequence, which shares with none; the highest hold two, see `shared_pages`.
         let heights = self.bounds.heights.iter().flatten().filter(|height| u64::from(height.rows) >= 2 * most);
-        let (shared, height) = heights.map(together).min().unwrap_or((flat, Reverse(1)));
-        (flat, shared, height.0)
-    }
-
-    fn pays(&self, run: Range<usize>) -> bool {
-        let (flat, shared, _) = self.shared_costs(run);
-        self.batch.cascade == Cascade::Always || shared < flat
+        let (shared, Reverse(height)) = heights.map(together).min()?;
+        (self.batch.cascade == Cascade::Always || shared < flat).then_some(height)
     }
 
     /// What one item should cost: the least with which all items fit on the device at once, or where the tiles alone are
@@ -467,10 +462,14 @@ impl Planner<'_> {
             let mut b = run.start;
             while b < run.end {
                 let mut end = shared.run(b, depth).min(run.end);
-                if end > b + 1 && !self.pays(b..end) {
+                let height = if end > b + 1 { self.shared_height(b..end) } else { None };
+                if let Some(height) = height {
+                    let deeper = shared.depths[b..end - 1].iter().copied().min().unwrap_or(depth);
+                    let keys = depth * shared.page_len..deeper * shared.page_len;
+                    self.share(b..end, keys, height, origin, sources);
+                    levels.push((b..end, deeper));
+                } else {
                     end = b + 1;
-                }
-                if end == b + 1 {
                     let tile = self.tiles.len();
                     self.tile(b, depth * shared.page_len); // one tile: `shared_pages` takes no sequence of more rows
                     if self.tiles[tile].keys() > 0 || sources[b - origin].is_empty() {
@@ -478,19 +477,14 @@ impl Planner<'_> {
                     } else {
                         self.tiles.truncate(tile);
                     }
-                } else {
-                    let deeper = shared.depths[b..end - 1].iter().copied().min().unwrap_or(depth);
-                    self.share(b..end, depth * shared.page_len..deeper * shared.page_len, origin, sources);
-                    levels.push((b..end, deeper));
                 }
                 b = end;
             }
         }
     }
 
-    /// Tiles over keys that all sequences of `run` share, as many whole sequences in each as fit.
-    fn share(&mut self, run: Range<usize>, keys: Range<u32>, origin: usize, sources: &mut [Vec<Source>]) {
-        let (_, _, height) = self.shared_costs(run.clone());
+    /// Tiles of at most `height` rows over keys that all sequences of `run` share, as many whole sequences in each as fit.
+    fn share(&mut self, run: Range<usize>, keys: Range<u32>, height: u32, origin: usize, sources: &mut [Vec<Source>]) {
         let mut b = run.start;
         while b < run.end {
             let (begin, mut rows) = (b, 0);

@@ -12,6 +12,7 @@ use crate::ops::attention::rows::{
     Access, Form, cost_of, form_of, link_of, merge_link, step_iterations, tile_k, tile_q,
 };
 use crate::ops::attention::{Attention, AttentionDesc, MaskKind, Params};
+use crate::ops::retired::{room_for, serves};
 use crate::runtime::Runtime;
 use crate::shader::shader_struct;
 use crate::view::{DType, Layout, ScoreLayout, check_strides};
@@ -195,15 +196,12 @@ impl Attention {
         let needed = bytes.len() as u64;
         let fits = |buffers: &Buffers| {
             let (have, have_partials) = (buffers.plan.size(), buffers.partials.as_ref().map_or(0, wgpu::Buffer::size));
-            // Not much larger ones, which a later schedule may need.
-            (needed..=8 * needed).contains(&have)
-                && (workspace..=8 * workspace).contains(&have_partials)
-                && Arc::strong_count(&buffers.in_use) == 1
+            serves(have, needed) && serves(have_partials, workspace) && Arc::strong_count(&buffers.in_use) == 1
         };
         let buffers = match runtime.retired_schedules().take(fits) {
             Some(buffers) => buffers,
             None => {
-                let room = needed.next_power_of_two().min(runtime.caps().limits.max_buffer_size);
+                let room = room_for(needed, &runtime.caps().limits);
                 Buffers {
                     plan: runtime.buffer("attention plan", room, usage | copy)?,
                     strides: runtime.buffer(

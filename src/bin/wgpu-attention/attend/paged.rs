@@ -1,7 +1,7 @@
 //! The same problem with K and V in pages at random places of a pool, to prove that this changes nothing.
 
 use anyhow::{Context, Result};
-use wgpu_attention::{AttentionDesc, Batch, HostInput, Layout, Lengths, PageTable};
+use wgpu_attention::{AttentionDesc, Batch, HostInput, Layout, Lengths, PageTable, cases};
 
 /// K and V of a batch in pages `[page, kv_head, slot, dim]`, one page more than needed; what holds no key is NaN.
 pub struct Paged {
@@ -22,8 +22,8 @@ impl Paged {
             offsets.push(end.context("there are too many pages; choose a larger --page-len")?);
         }
         let used = offsets[lens.len()];
-        let mut pages: Vec<u32> = (0..=used).collect();
-        shuffle(&mut pages);
+        let count = used.checked_add(1).context("there are too many pages; choose a larger --page-len")?;
+        let mut pages = cases::shuffled(count);
         pages.truncate(used as usize);
         let mut paged = Paged { k: Vec::new(), v: Vec::new(), lens, page_len, offsets, pages };
         paged.k = paged.pool(batch, &batch.k_layout, input.k, desc.kv_heads, desc.head_dim)?;
@@ -75,14 +75,5 @@ impl Paged {
 
     pub fn input<'a>(&'a self, dense: &HostInput<'a>) -> HostInput<'a> {
         HostInput { k: &self.k, v: &self.v, ..*dense }
-    }
-}
-
-/// The same order every time: with a seed, a wrong result comes back.
-fn shuffle(pages: &mut [u32]) {
-    let mut state = 0x9e37_79b9_7f4a_7c15u64;
-    for i in (1..pages.len()).rev() {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        pages.swap(i, (state >> 33) as usize % (i + 1));
     }
 }

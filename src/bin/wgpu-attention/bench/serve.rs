@@ -9,14 +9,13 @@ use std::collections::VecDeque;
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
-use indicatif::{ProgressBar, ProgressStyle};
 use pollster::block_on;
 use serde::Serialize;
 use wgpu_attention::report::AdapterReport;
 use wgpu_attention::{
     Append, AppendBatch, AppendDesc, AppendIo, Attention, AttentionDesc, AttentionIo, Batch, DType, Error, HostInput,
     HostMask, Lengths, NewToken, PageOrder, PagedCache, PagedCacheDesc, Pages, Rope, Runtime, SequenceId, TableBuffer,
-    reference,
+    cases, reference,
 };
 
 use super::table;
@@ -121,10 +120,7 @@ struct Random(u64);
 impl Random {
     fn next(&mut self) -> f64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        ((z ^ (z >> 31)) >> 11) as f64 / (1u64 << 53) as f64
+        (cases::mix(self.0) >> 11) as f64 / (1u64 << 53) as f64
     }
 
     fn between(&mut self, (low, high): (u32, u32)) -> u32 {
@@ -243,8 +239,7 @@ impl<'a> Server<'a> {
     fn serve(mut self, name: &str) -> Result<Served> {
         let mut waiting = requests(self.scale);
         let mut running: Vec<(SequenceId, Request)> = Vec::new();
-        let style = ProgressStyle::with_template("{bar:20} {pos}/{len} {wide_msg}")?;
-        let progress = ProgressBar::new(waiting.len() as u64).with_style(style);
+        let progress = super::progress(waiting.len())?;
         progress.set_message(format!("serving from a {name} cache"));
         let mut served = Served {
             cache: name.into(),
